@@ -7,6 +7,7 @@ evicts other data from the cache.
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import mmap
 import os
@@ -347,6 +348,21 @@ def parse_json(text: str | bytes, *, only_finite: bool = False) -> Any:
     """
     constant = _refuse_constant if only_finite else None
     return json.loads(text, object_pairs_hook=without_duplicates, parse_constant=constant)
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Run a block, or a decorated function, that makes many objects, without the search for cycles among them.
+
+    The search takes more than half of the time of such a block. It is a setting of the process, so keep blocks short.
+    """
+    collects_garbage = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects_garbage:
+            gc.enable()
 
 
 def object_in(path: Path) -> dict[str, Any]:

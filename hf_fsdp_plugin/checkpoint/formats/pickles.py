@@ -13,7 +13,6 @@ pickle is rejected if it contains any other name, or arguments that a stand-in d
 
 from __future__ import annotations
 
-import gc
 import io
 import pickle
 import reprlib
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, NamedTuple
 
 from hf_fsdp_plugin.checkpoint.errors import refuse
 from hf_fsdp_plugin.checkpoint.formats.boxes import SIZES
+from hf_fsdp_plugin.checkpoint.io import without_collection
 
 
 class PickledStorage(NamedTuple):
@@ -404,14 +404,13 @@ def _parts(value: Any) -> Iterable[Any]:
     return value if isinstance(value, _CONTAINERS) else ()
 
 
+@without_collection()
 def read_pickle(data: bytes, place: Path | str) -> Any:
     """Return the pickled object, with stand-ins for torch's classes. Problems name ``place`` as the file.
 
     Raises:
         CheckpointError: the pickle contains a name that is not allowed, or is damaged.
     """
-    collects_garbage = gc.isenabled()
-    gc.disable()  # the search for cycles among the many new objects takes more than half of the time
     try:
         value = _Reader(io.BytesIO(data), len(data)).load()
         # A reference to a part takes two bytes.
@@ -426,9 +425,6 @@ def read_pickle(data: bytes, place: Path | str) -> Any:
     except Exception as error:
         # A damaged pickle can raise any exception, because any byte can be an instruction.
         refuse("FSDP-E453", place, f"contains a damaged pickle ({type(error).__name__}: {error}).")
-    finally:
-        if collects_garbage:
-            gc.enable()
     return value
 
 

@@ -27,7 +27,7 @@ from torch.serialization import skip_data
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRecord
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StatePath, TiedPaths, entry_name
 from hf_fsdp_plugin.checkpoint.formats.torch_files import TorchZip
-from hf_fsdp_plugin.checkpoint.io import open_for_reading, sync
+from hf_fsdp_plugin.checkpoint.io import open_for_reading, sync, without_collection
 from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, ENTRY_ALIGNMENT, dcp_file
 from hf_fsdp_plugin.checkpoint.shards import LocalShard, shards_to_write
 from hf_fsdp_plugin.checkpoint.writing.file_parts import Content, FilePart, Item, PartWriter, bytes_of, whole_file
@@ -169,6 +169,7 @@ class _MetadataBuilder:
         return name
 
 
+@without_collection()
 def complete_folders(root: Path, ranks: Iterable[Sequence[FolderEntries]]) -> list[FileRecord]:
     """Write the files that complete each folder of a checkpoint: those with small entries, and ``.metadata``.
 

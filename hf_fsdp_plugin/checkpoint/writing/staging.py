@@ -30,7 +30,7 @@ from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
 from hf_fsdp_plugin.checkpoint import folders
 from hf_fsdp_plugin.checkpoint.errors import os_errors_as_problems
 from hf_fsdp_plugin.checkpoint.formats import manifest as manifests
-from hf_fsdp_plugin.checkpoint.io import sync, write_atomically
+from hf_fsdp_plugin.checkpoint.io import sync, without_collection, write_atomically
 from hf_fsdp_plugin.checkpoint.names import SAVING, accelerate_rng_file, hidden_path, trainer_rng_file
 from hf_fsdp_plugin.checkpoint.writing.dcp_files import FolderEntries, SmallEntry, WrittenTensor, complete_folders
 from hf_fsdp_plugin.problems import CheckpointError
@@ -162,6 +162,7 @@ class StagingFolder:
         """Return the first rank from ``first`` on that has not written its record; ``world_size`` if all have."""
         return next((rank for rank in range(first, world_size) if not self._record_path(rank).exists()), world_size)
 
+    @without_collection()
     def read_records(self, world_size: int) -> list[RankRecord]:
         """Return the records of all ranks, in rank order."""
         return [RankRecord.of_text(self._record_path(rank).read_bytes()) for rank in range(world_size)]
