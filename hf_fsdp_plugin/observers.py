@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any, Final, Literal
 
 from hf_fsdp_plugin.messages import print_once
@@ -39,9 +38,6 @@ class Observer:
 
     may_end_run: bool = False
 
-    def model_planned(self, model: Any, plan: Any) -> None:
-        """All ranks have agreed on the ``FsdpPlan`` of a model, which is not sharded yet."""
-
     def model_prepared(self, accelerator: Any, model: Any, plan: Any, *, is_trained: bool) -> None:
         """A model is sharded.
 
@@ -63,9 +59,6 @@ class Observer:
 
     def step_ended(self, optimizer: Any) -> None:
         """An optimizer has made a step, also one that the plugin has not prepared."""
-
-    def save_committed(self, folder: Path) -> None:
-        """A checkpoint is complete. Called on rank 0 only, in the thread of an asynchronous save."""
 
     def run_ended(self, error: BaseException | None) -> None:
         """The script has ended. Called under ``hf-fsdp launch`` and ``python -m hf_fsdp_plugin`` only."""

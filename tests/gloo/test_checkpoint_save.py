@@ -26,7 +26,7 @@ from hf_fsdp_plugin.checkpoint.folders import remove_checkpoint
 from hf_fsdp_plugin.integrations.saving import manager
 from tests.support.matrices import alternating
 from tests.support.ranks import Ranks
-from tests.support.trainer_runs import MODELS, gathered, losses, make_trainer
+from tests.support.trainer_runs import gathered, losses, make_trainer
 
 OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
 
@@ -155,18 +155,7 @@ def test_local_checkpoint_is_complete(two_ranks: Ranks, tmp_path: Path, name: st
 
 def train_mixture(output_dir: str, **arguments: Any) -> dict[str, Any]:
     """Train a mixture of experts. Transformers keeps the experts in one tensor, and stores them separately."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    def tiny_mixtral() -> torch.nn.Module:
-        torch.manual_seed(0)
-        config = MixtralConfig(
-            vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, num_local_experts=4, max_position_embeddings=64, use_cache=False,
-        )  # fmt: skip
-        return MixtralForCausalLM(config)
-
-    MODELS["mixtral"] = tiny_mixtral
-    trainer = make_trainer(output_dir, "mixtral", save_strategy="steps", save_steps=3, max_steps=3, **arguments)
+    trainer = make_trainer(output_dir, "experts", save_strategy="steps", save_steps=3, max_steps=3, **arguments)
     trainer.train()
     trainer.save_model(str(Path(output_dir) / "final"))
     dist.barrier()

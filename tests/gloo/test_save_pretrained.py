@@ -34,25 +34,13 @@ def assert_loads(folder: Path, expected: dict[str, torch.Tensor], **arguments: A
     assert_equal(dict(loaded.state_dict()), expected)
 
 
-def mixture() -> torch.nn.Module:
-    """A mixture of experts. Transformers keeps the experts in one tensor, and stores them separately."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=4, max_position_embeddings=64, use_cache=False,
-    )  # fmt: skip
-    return MixtralForCausalLM(config)
-
-
 def save(folder: str, form: str, version: int, strategy: str, model: Any = "llama", **settings: Any) -> dict[str, Any]:
     """Save a trained model in one of the forms in which scripts do.
 
     Returns:
         The weights, and the codes of problems.
     """
-    run = Trained(version, strategy, mixture if model == "mixture" else model, **settings)
+    run = Trained(version, strategy, model, **settings)
     codes: list[str] = []
     if form == "all":
         run.save(folder)
@@ -127,8 +115,8 @@ def test_every_form_with_every_strategy(
 @pytest.mark.parametrize(
     ("version", "model", "settings"),
     [
-        (1, "mixture", {}),
-        (2, "mixture", {}),
+        (1, "experts", {}),
+        (2, "experts", {}),
         (1, "llama", {"use_orig_params": False}),
         (1, "llama-bf16", {"use_orig_params": False}),
         (2, "llama-bf16", {}),
@@ -140,7 +128,7 @@ def test_other_models_and_settings(
 ) -> None:
     result = two_ranks.run(save, str(tmp_path / "model"), "all", version, "full_shard", model, **settings)[0]
     assert_loads(tmp_path / "model", result["weights"], dtype="auto")
-    if model == "mixture":
+    if model == "experts":
         assert any("experts.0." in name for name in load_file(tmp_path / "model" / "model.safetensors"))
 
 

@@ -38,7 +38,6 @@ from hf_fsdp_plugin.checkpoint.writing.staging import RankRecord, StagingFolder
 from hf_fsdp_plugin.devices import available_device
 from hf_fsdp_plugin.host_memory import available_memory
 from hf_fsdp_plugin.messages import print_once
-from hf_fsdp_plugin.observers import observers
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.spec.fsdp_spec import StateDictKind
 from hf_fsdp_plugin.text import format_memory
@@ -384,7 +383,6 @@ class Save:
         self.staging.commit(self.staging.read_records(self.world_size), manifest)
         if after is not None:
             after()
-        observers.notify("save_committed", self.final)
 
     def poll(self, group: dist.ProcessGroup | None) -> bool:
         """Return whether all ranks have finished writing. An error of one rank is raised on all ranks.

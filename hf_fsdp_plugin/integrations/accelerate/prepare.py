@@ -196,7 +196,6 @@ def shard_model(
             plan = replace(plan, problems=(*plan.problems, problem))
         plan = with_padding_warning(plan, model)
         print_warnings(plan.problems)
-        observers.notify("model_planned", model, plan)
         if accelerator.is_main_process:
             logger.info("%s", plan)
         # 4. Linear layers are replaced by those of fp8, and attention divides sequences.
