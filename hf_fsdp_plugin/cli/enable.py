@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_fsdp_plugin.cli.output import print_result
-from hf_fsdp_plugin.integrations.rank_process import RANK_VARIABLE
+from hf_fsdp_plugin.integrations.before_imports import RANK_VARIABLE
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.sources.environment import LAUNCH_VARIABLE
 from hf_fsdp_plugin.version import __version__

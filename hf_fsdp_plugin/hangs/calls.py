@@ -171,7 +171,7 @@ class RankCalls:
         state: ``running``, ``halted`` (by SIGSTOP or a debugger), ``ended`` (its script), ``exited`` (its process),
             or ``unreachable`` (its machine does not answer).
         detail: the machine that does not answer.
-        place: where it is, as text (see ``hangs.rank_stacks``); empty if that is unknown.
+        place: where it is, as text (see ``hangs.python_stacks``); empty if that is unknown.
         call: the library function that it is in, such as ``generate``; empty outside of known ones.
         cpu: share of one core that its processes have used lately; ``None`` if that was not measured.
         is_busy: whether it makes progress: its Python stack has changed meanwhile, or its processes have worked.

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any, Final, Literal, NamedTuple
 
 from hf_fsdp_plugin.hangs.calls import ARRIVALS, POINT_TO_POINT, Call, GroupCalls, RankCalls, Wait, unpack_ranks
-from hf_fsdp_plugin.hangs.rank_stacks import Frame
+from hf_fsdp_plugin.hangs.python_stacks import Frame
 from hf_fsdp_plugin.text import name_ranks, plural
 
 SILENT_EXIT: Final = "Look for os._exit, or for a library that ends the process."

@@ -35,8 +35,8 @@ import torch.distributed as dist
 
 from hf_fsdp_plugin.backends.ranks import agreement
 from hf_fsdp_plugin.hangs.calls import RankCalls, rank_from_json, record
-from hf_fsdp_plugin.hangs.rank_files import FoundHang
-from hf_fsdp_plugin.hangs.rank_stacks import current_stack, find_place
+from hf_fsdp_plugin.hangs.python_stacks import current_stack, find_place
+from hf_fsdp_plugin.hangs.watch_files import FoundHang
 from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.rank_variables import RUN_ID_VARIABLE
 from hf_fsdp_plugin.text import printable

@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from hf_fsdp_plugin.hangs import rank_files, rank_stacks
+from hf_fsdp_plugin.hangs import python_stacks, watch_files
 from hf_fsdp_plugin.hangs.calls import RankCalls, RecordHeader, read_calls, read_header
 from hf_fsdp_plugin.hangs.hang_cause import SILENT_EXIT, Diagnosis, diagnose_hang
 from hf_fsdp_plugin.hangs.hang_queries import HangQueries
-from hf_fsdp_plugin.hangs.rank_exit import stack_of
-from hf_fsdp_plugin.hangs.rank_files import FoundHang, Peer, ProcessorUse
+from hf_fsdp_plugin.hangs.process_end import stack_of
+from hf_fsdp_plugin.hangs.watch_files import FoundHang, Peer, ProcessorUse
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import name_ranks, plural
 from hf_fsdp_plugin.version import SCHEMA_VERSION
@@ -50,7 +50,7 @@ class _Sample:
 
     time: float
     use: Mapping[int, ProcessorUse]
-    stacks: Mapping[int, Sequence[rank_stacks.Frame]]
+    stacks: Mapping[int, Sequence[python_stacks.Frame]]
 
 
 class HangFinder:
@@ -115,7 +115,7 @@ class HangFinder:
             if longest >= _STANDSTILL_LIMITS * limit and not self._has_stood_still:
                 self._has_stood_still = True
                 self._notice(describe_standstill(own, longest))
-                rank_files.write_if_possible(ranks[0].files.standstill, "")  # the ranks write their flight records
+                watch_files.write_if_possible(ranks[0].files.standstill, "")  # the ranks write their flight records
             return None
         timeouts = [timeout for rank in diagnosis.waiting.ranks if (timeout := _timeout(diagnosis.known[rank]))]
         ends_after = _BUSY_TIMEOUT_SHARE * min(timeouts, default=float("inf"))
@@ -131,7 +131,7 @@ class HangFinder:
             return None
         return replace(diagnosis, stacks=stacks)
 
-    def _read(self, ranks: Sequence[Peer]) -> tuple[list[RankCalls], dict[int, Sequence[rank_stacks.Frame]]]:
+    def _read(self, ranks: Sequence[Peer]) -> tuple[list[RankCalls], dict[int, Sequence[python_stacks.Frame]]]:
         """Return the calls and states of the ranks of this machine, and their stacks."""
         before = self._sample or self._take_sample(ranks)
         # On a busy machine, the sample may have taken until now.
@@ -148,8 +148,8 @@ class HangFinder:
         found = []
         for rank in ranks:
             known = calls[rank.rank]
-            stack = stack_of(rank_files.read_json(rank.files.failure)) or after.stacks[rank.rank]
-            call, place = rank_stacks.find_place(stack, known.counts)
+            stack = stack_of(watch_files.read_json(rank.files.failure)) or after.stacks[rank.rank]
+            call, place = python_stacks.find_place(stack, known.counts)
             old, new = before.use.get(rank.pid, ProcessorUse()), after.use.get(rank.pid, ProcessorUse())
             state = _state(rank)
             found.append(
@@ -161,18 +161,18 @@ class HangFinder:
                     cpu=max(0.0, new.seconds - old.seconds) / seconds if state == "running" else None,
                     is_busy=rank.rank in moved
                     or (state != "halted" and has_worked(old, new, seconds, known.on_accelerator)),
-                    reads=old.in_file_system or new.in_file_system or rank_stacks.waits_for_data(stack),
+                    reads=old.in_file_system or new.in_file_system or python_stacks.waits_for_data(stack),
                 )
             )
         return found, dict(after.stacks)
 
     def _take_sample(self, ranks: Sequence[Peer]) -> _Sample:
         # Read first, because the ranks use processor time when they handle the signal.
-        use, now = rank_files.processor_use([rank.pid for rank in ranks]), time.monotonic()
+        use, now = watch_files.processor_use([rank.pid for rank in ranks]), time.monotonic()
         for rank in ranks:
             rank.request_stacks()
         time.sleep(_STACK_SECONDS)
-        return _Sample(now, use, {rank.rank: tuple(rank_stacks.read_stack(rank.files.stacks)) for rank in ranks})
+        return _Sample(now, use, {rank.rank: tuple(python_stacks.read_stack(rank.files.stacks)) for rank in ranks})
 
 
 def has_worked(old: ProcessorUse, new: ProcessorUse, seconds: float, on_accelerator: bool) -> bool:
@@ -201,7 +201,7 @@ def _state(rank: Peer) -> str:
         return "ended"
     if rank.is_gone():
         return "exited"
-    return "halted" if rank_files.is_halted(rank.pid) else "running"
+    return "halted" if watch_files.is_halted(rank.pid) else "running"
 
 
 _SAME_CALLS: Final = (
@@ -263,7 +263,7 @@ def _late(diagnosis: Diagnosis) -> str:
 
 
 def _where(rank: RankCalls, group: str = "") -> str:
-    if state := rank_stacks.describe_state(rank.state, rank.detail):
+    if state := python_stacks.describe_state(rank.state, rank.detail):
         calls = rank.groups[group].calls if group in rank.groups else ()
         if rank.state in ("halted", "exited") and calls:
             place = f" {rank.place}" if rank.place else ""
@@ -292,10 +292,10 @@ def found_hang(diagnosis: Diagnosis, dump: Path | None) -> FoundHang:
     if diagnosis.kind != "different" and diagnosis.difference is not None:
         lines.append(f"before, {diagnosis.difference}")
     for rank in [rank for rank in causes if diagnosis.stacks.get(rank)][:_MAX_STACKS]:
-        lines.append("\n".join([f"stack of rank {rank}:", *rank_stacks.format_stack(diagnosis.stacks[rank])]))
+        lines.append("\n".join([f"stack of rank {rank}:", *python_stacks.format_stack(diagnosis.stacks[rank])]))
     others = [] if diagnosis.kind == "late" else list(causes)
     others += [rank for rank in sorted(diagnosis.known) if rank not in causes]
-    lines += rank_stacks.shown_places(diagnosis.known[rank] for rank in others if diagnosis.known[rank].place)
+    lines += python_stacks.shown_places(diagnosis.known[rank] for rank in others if diagnosis.known[rank].place)
     if dump is not None:
         lines.append(f"the collectives and stacks of the ranks are in {dump}")
     lines.append("all ranks are being ended")
@@ -329,9 +329,9 @@ def write_hang(diagnosis: Diagnosis, folder: Path | None, *, limit: float) -> Pa
     text = json.dumps(content, indent=1)
     name = f"fsdp_hang_{time.strftime('%Y%m%d_%H%M%S')}.json"
     path = (folder or Path()) / name
-    rank_files.write_if_possible(path, text)
+    watch_files.write_if_possible(path, text)
     if not path.exists():
         with suppress(OSError):  # a new folder of this user only: others could have put a link at a known name
             path = Path(tempfile.mkdtemp(prefix="fsdp_hang_")) / name
-            rank_files.write_if_possible(path, text)
+            watch_files.write_if_possible(path, text)
     return path if path.exists() else None

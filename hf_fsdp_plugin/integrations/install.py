@@ -15,8 +15,8 @@ from hf_fsdp_plugin.backends.ranks.agreement import load_failures
 from hf_fsdp_plugin.backends.ranks.cluster import slurm_variables
 from hf_fsdp_plugin.devices import accelerator_type, select_device
 from hf_fsdp_plugin.integrations import observing, patching, resuming, run_report, torch_functions
-from hf_fsdp_plugin.integrations.rank_process import may_be_rank
-from hf_fsdp_plugin.integrations.rank_watch import watch
+from hf_fsdp_plugin.integrations.before_imports import may_be_rank
+from hf_fsdp_plugin.integrations.failure_watch import watch
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import printer

@@ -17,8 +17,8 @@ from types import ModuleType
 from typing import Any, Final, TypeVar
 
 from hf_fsdp_plugin.contracts import missing_name_error, off_warning
+from hf_fsdp_plugin.integrations.before_imports import ImportCallbacks
 from hf_fsdp_plugin.integrations.hooks import HOOKS, Group, Hook
-from hf_fsdp_plugin.integrations.rank_process import ImportCallbacks
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec

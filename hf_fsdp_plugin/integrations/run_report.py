@@ -22,9 +22,9 @@ from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.integrations.transformers.private import is_trainer, train_batch_size
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.observe.first_step import record_first_step
+from hf_fsdp_plugin.observe.observed_run import common_value
 from hf_fsdp_plugin.observe.report import BatchShape, Report
 from hf_fsdp_plugin.observe.report_builder import build_report_of_trained
-from hf_fsdp_plugin.observe.settings import common_value
 from hf_fsdp_plugin.observe.weights import optimizers_of
 from hf_fsdp_plugin.text import plural
 

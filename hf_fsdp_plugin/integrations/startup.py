@@ -13,7 +13,7 @@ import sys
 from types import ModuleType
 from typing import Final
 
-from hf_fsdp_plugin.integrations import rank_process
+from hf_fsdp_plugin.integrations import before_imports
 
 _LAUNCHERS: Final = (
     *("accelerate", "accelerate-launch", "hf-fsdp", "torchrun"),
@@ -21,7 +21,7 @@ _LAUNCHERS: Final = (
     *("torch.distributed.launch", "torch.distributed.run"),
 )
 """Programs and modules that start ranks. A cluster may have set the variables of a rank for them."""
-_imports = rank_process.ImportCallbacks()
+_imports = before_imports.ImportCallbacks()
 
 
 def start() -> None:
@@ -29,9 +29,9 @@ def start() -> None:
     if _imports in sys.meta_path:  # Python reads the files of a virtual environment twice
         return
     program = _program()
-    if program in _LAUNCHERS or sys.flags.ignore_environment or not rank_process.may_be_rank(os.environ):
+    if program in _LAUNCHERS or sys.flags.ignore_environment or not before_imports.may_be_rank(os.environ):
         return
-    os.environ[rank_process.RANK_VARIABLE] = rank_process.rank_process(os.environ)
+    os.environ[before_imports.RANK_VARIABLE] = before_imports.rank_process(os.environ)
     if program.partition(".")[0] != "hf_fsdp_plugin":  # modules of this package call install() themselves
         _imports.add("accelerate", _install_hooks)
         _imports.add("transformers", _install_hooks)
@@ -52,7 +52,7 @@ def _program() -> str:
 
 def _install_hooks(module: ModuleType) -> None:
     _imports.close()
-    if not rank_process.is_rank():
+    if not before_imports.is_rank():
         return
     from hf_fsdp_plugin.integrations import patching
     from hf_fsdp_plugin.integrations.session import session
@@ -65,7 +65,7 @@ def _install_hooks(module: ModuleType) -> None:
 
 
 def _install() -> None:
-    if rank_process.is_rank():
+    if before_imports.is_rank():
         from hf_fsdp_plugin.integrations.install import install
         from hf_fsdp_plugin.integrations.session import session
 

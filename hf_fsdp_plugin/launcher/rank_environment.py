@@ -15,7 +15,7 @@ from pathlib import Path
 
 import hf_fsdp_plugin.rank_variables as rank_variables
 from hf_fsdp_plugin.devices import get_device
-from hf_fsdp_plugin.hangs.rank_files import RankFiles
+from hf_fsdp_plugin.hangs.watch_files import RankFiles
 from hf_fsdp_plugin.launcher.flags import LaunchArguments
 from hf_fsdp_plugin.launcher.world import World, num_threads
 from hf_fsdp_plugin.runs.restart_policy import Restarts

@@ -1,8 +1,8 @@
 """Runs the user's script as a rank, with the plugin installed: ``python -m … [-m] SCRIPT ARGS…``.
 
 ``hf-fsdp launch`` starts this module. ``python -m hf_fsdp_plugin``, for other launchers, uses it too. The failure of
-the script is recorded (see ``hangs.rank_exit``). Under ``hf-fsdp launch`` no traceback is printed, because the launcher
-prints one summary for all ranks.
+the script is recorded (see ``hangs.process_end``). Under ``hf-fsdp launch`` no traceback is printed, because the
+launcher prints one summary for all ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_plugin.hangs.rank_exit import is_failure
+from hf_fsdp_plugin.hangs.process_end import is_failure
 from hf_fsdp_plugin.launcher.flags import LaunchArguments
 from hf_fsdp_plugin.problems import SpecError, UsageError
 from hf_fsdp_plugin.rank_variables import LAUNCHER_VARIABLE, launched_local_rank
@@ -45,7 +45,7 @@ def run_rank(script: str, args: Sequence[str], *, module: bool = False, **option
     gc.disable()  # imports leave next to no garbage, and searching their objects takes a sixth of their time
     # lazy: the launcher and `check` import this module
     import hf_fsdp_plugin
-    from hf_fsdp_plugin.integrations.rank_watch import watch
+    from hf_fsdp_plugin.integrations.failure_watch import watch
 
     try:
         watch.arm()

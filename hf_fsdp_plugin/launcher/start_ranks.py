@@ -24,11 +24,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Final
 
-from hf_fsdp_plugin.hangs.rank_exit import print_block
-from hf_fsdp_plugin.hangs.rank_files import FoundHang, RankFiles, remove_files, write_if_possible
+from hf_fsdp_plugin.hangs.process_end import print_block
+from hf_fsdp_plugin.hangs.watch_files import FoundHang, RankFiles, remove_files, write_if_possible
 from hf_fsdp_plugin.launcher.other_machines import Announced, wait_until
+from hf_fsdp_plugin.launcher.processes import RankOutput, RankProcess
 from hf_fsdp_plugin.launcher.rank_environment import RankJob, launch_env, rank_command, rank_env
-from hf_fsdp_plugin.launcher.rank_processes import RankOutput, RankProcess
 from hf_fsdp_plugin.launcher.rendezvous import Rendezvous, SignalException  # imports torch with less output
 from hf_fsdp_plugin.launcher.world import World
 from hf_fsdp_plugin.rank_variables import ERROR_FILE_VARIABLE
@@ -109,7 +109,7 @@ def _run_attempt(job: RankJob, rendezvous: Rendezvous) -> int | None:
 
     The steps after a failure:
 
-    1. The rank records its exception before it exits (``Watch.failed`` in ``integrations.rank_watch``); a hang is
+    1. The rank records its exception before it exits (``Watch.failed`` in ``integrations.failure_watch``); a hang is
        recorded by the rank that has found it.
     2. The launcher sees the record or the exit, asks the other ranks for their stacks, and announces the failure to the
        other machines (a lost connection only after 2 s, in which its cause may be announced). It gives its ranks time

@@ -6,7 +6,13 @@ from typing import Any
 
 from torch import nn
 
-from hf_fsdp_plugin.observe.settings import ObservedRun, ObservedValue, common_value, differing_value, unobserved_value
+from hf_fsdp_plugin.observe.observed_run import (
+    ObservedRun,
+    ObservedValue,
+    common_value,
+    differing_value,
+    unobserved_value,
+)
 from hf_fsdp_plugin.observe.units import fp8_library
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.text import format_names, plural

@@ -18,9 +18,10 @@ from hf_fsdp_plugin.contracts import off_warning, off_without
 from hf_fsdp_plugin.observe import units as live_units
 from hf_fsdp_plugin.observe import weights
 from hf_fsdp_plugin.observe.first_step import FirstStep, added_parameters, recorded_first_step
-from hf_fsdp_plugin.observe.readers import observe_settings
+from hf_fsdp_plugin.observe.observed_run import JsonObject, ObservedRun, check_settings
 from hf_fsdp_plugin.observe.report import BatchShape, MemoryRow, Report, ReportRow
-from hf_fsdp_plugin.observe.settings import JsonObject, ObservedRun, axis_size, check_settings
+from hf_fsdp_plugin.observe.setting_readers import observe_settings
+from hf_fsdp_plugin.observe.unit_readers import axis_size
 from hf_fsdp_plugin.observe.weights import optimizers_of, unwrapped_optimizer
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import canonical_name

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from hf_fsdp_plugin.hangs import HANG, rank_exit, rank_files, rank_stacks
+from hf_fsdp_plugin.hangs import HANG, process_end, python_stacks, watch_files
 from hf_fsdp_plugin.hangs.calls import Counts, RankCalls, read_calls
 from hf_fsdp_plugin.hangs.hang_cause import SILENT_EXIT, compare_calls
-from hf_fsdp_plugin.hangs.rank_files import RankFiles, find_peers
-from hf_fsdp_plugin.hangs.rank_stacks import Frame
+from hf_fsdp_plugin.hangs.python_stacks import Frame
+from hf_fsdp_plugin.hangs.watch_files import RankFiles, find_peers
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import name_ranks, plural, truncate_lines
 
@@ -44,7 +44,7 @@ class RankExit:
         code: exit code, or minus the number of the signal.
         stopped: whether the launcher stopped it.
         time: time of its exception or, if it recorded none, of its exit, in seconds since the epoch.
-        failure: what the rank recorded (see ``hangs.rank_exit``); None if it recorded nothing.
+        failure: what the rank recorded (see ``hangs.process_end``); None if it recorded nothing.
         tail: last lines of its stderr; empty if stderr went to the terminal.
         stack: its stack at the failure, outermost frame first; empty if that is unknown.
         ended: whether its script had ended without an error.
@@ -100,7 +100,7 @@ class RankExit:
     @property
     def place(self) -> str:
         """Where it was at the failure; empty if that is unknown."""
-        return rank_stacks.find_place(self.stack, self.counts)[1]
+        return python_stacks.find_place(self.stack, self.counts)[1]
 
 
 def read_exit(rank: int, files: RankFiles, *, code: int, time: float, **facts: Any) -> RankExit:
@@ -110,19 +110,19 @@ def read_exit(rank: int, files: RankFiles, *, code: int, time: float, **facts: A
         code, time: code and time of its exit.
         facts: further fields of :class:`RankExit`.
     """
-    failure = rank_files.read_json(files.failure)
+    failure = watch_files.read_json(files.failure)
     found = RankExit(
         rank=rank,
         code=code,
         time=failure["time"] if failure is not None else time,
         failure=failure,
-        stack=tuple(rank_exit.stack_of(failure)),
+        stack=tuple(process_end.stack_of(failure)),
         calls=read_calls(rank, files.calls),
         ended=files.ended.exists(),
         **facts,
     )
     if failure is None and (code or not found.code_is_known):
-        return replace(found, stack=tuple(rank_stacks.read_stack(files.stacks)))
+        return replace(found, stack=tuple(python_stacks.read_stack(files.stacks)))
     return found
 
 
@@ -147,7 +147,7 @@ class AttemptResult:
     has_remote_hang: bool = False
     elsewhere: Sequence[RankCalls] = ()
     notes: Sequence[str] = ()
-    hang: rank_files.FoundHang | None = None
+    hang: watch_files.FoundHang | None = None
     joins: bool = False
     first: RankExit | None = field(init=False)
 
@@ -308,10 +308,10 @@ def _format_own(first: RankExit, *, debug: bool) -> list[str]:
         if hint := _HINTS.get(signal_name(-first.code)):
             lines.append(f"  {hint}")
     if failure is None:
-        lines += rank_stacks.format_stack(first.stack)
+        lines += python_stacks.format_stack(first.stack)
     elif is_exception:
         traceback = failure["traceback"].rstrip().splitlines()
-        lines += traceback if debug else rank_stacks.format_stack(rank_exit.stack_of(failure))
+        lines += traceback if debug else python_stacks.format_stack(process_end.stack_of(failure))
     return lines
 
 
@@ -346,7 +346,7 @@ def _capitalized(sentences: str) -> str:
 
 def _format_places(result: AttemptResult) -> list[str]:
     """Return one text for each place at which ranks were, on all machines that are known."""
-    return rank_stacks.shown_places([*result.places, *result.elsewhere])
+    return python_stacks.shown_places([*result.places, *result.elsewhere])
 
 
 def _format_others(first: RankExit, exits: Sequence[RankExit], *, debug: bool) -> list[str]:
@@ -444,7 +444,7 @@ def exits_of_machine(files: RankFiles) -> list[RankExit]:
     found = []
     for peer in find_peers(files.stem.parent):
         is_gone, has_failed = peer.is_gone(), peer.files.failure.exists()
-        crash = rank_exit.read_crash(peer.files.stacks) if is_gone and not has_failed else 0
+        crash = process_end.read_crash(peer.files.stacks) if is_gone and not has_failed else 0
         if not has_failed and not is_gone and peer.pid != os.getpid():
             peer.request_stacks()
             time.sleep(_STACK_SECONDS)

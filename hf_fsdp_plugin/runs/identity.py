@@ -43,8 +43,8 @@ from pathlib import Path
 from typing import Final
 
 from hf_fsdp_plugin.hangs.mapped_file import remove_file
-from hf_fsdp_plugin.hangs.rank_exit import read_crash
-from hf_fsdp_plugin.hangs.rank_files import FoundHang, RankFiles, start_of, write_if_possible
+from hf_fsdp_plugin.hangs.process_end import read_crash
+from hf_fsdp_plugin.hangs.watch_files import FoundHang, RankFiles, start_of, write_if_possible
 from hf_fsdp_plugin.rank_variables import ERROR_FILE_VARIABLE, POD_ID_VARIABLE, RUN_ID_VARIABLE, variable_number
 from hf_fsdp_plugin.runs.failures import AttemptResult, RankExit, read_exit
 from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts, assess_attempt, decide_restart

@@ -19,8 +19,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from hf_fsdp_plugin.hangs.rank_exit import CRASHES, stack_of
-from hf_fsdp_plugin.hangs.rank_stacks import is_library
+from hf_fsdp_plugin.hangs.process_end import CRASHES, stack_of
+from hf_fsdp_plugin.hangs.python_stacks import is_library
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.runs.failures import AttemptResult, RankExit, signal_name, spec_failure, summarize_exit
 from hf_fsdp_plugin.text import plural

@@ -18,7 +18,7 @@ def test_cells_name_tests_that_are_collected() -> None:
     nodes = {cell.node for cell in cells if isinstance(cell, Shown)}
     files = sorted({node.partition("::")[0] for node in nodes})
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *files]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""}  # -v would change what is printed
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     assert nodes - set(done.stdout.splitlines()) == set()

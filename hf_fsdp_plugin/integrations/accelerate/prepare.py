@@ -33,7 +33,7 @@ from hf_fsdp_plugin.integrations.accelerate import fp8, private
 from hf_fsdp_plugin.integrations.accelerate.accelerator import adopt_models
 from hf_fsdp_plugin.integrations.accelerate.batches import check_even_batches, notice_accumulation
 from hf_fsdp_plugin.integrations.accelerate.plugin import if_planned, planned_plugin
-from hf_fsdp_plugin.integrations.rank_watch import watch
+from hf_fsdp_plugin.integrations.failure_watch import watch
 from hf_fsdp_plugin.messages import print_once, print_warnings
 from hf_fsdp_plugin.observe.first_step import check_added
 from hf_fsdp_plugin.observers import observers

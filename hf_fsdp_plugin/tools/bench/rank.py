@@ -29,7 +29,7 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 from hf_fsdp_plugin.backends.loading.shared_weights import return_freed_memory
 from hf_fsdp_plugin.devices import Device, get_device
-from hf_fsdp_plugin.hangs.rank_files import write_if_possible
+from hf_fsdp_plugin.hangs.watch_files import write_if_possible
 from hf_fsdp_plugin.integrations.accelerate.accelerator import accelerator as planned_accelerator
 from hf_fsdp_plugin.integrations.accelerate.private import SharedStates, set_in_states
 from hf_fsdp_plugin.integrations.install import uninstall

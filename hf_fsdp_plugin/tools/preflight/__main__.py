@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_fsdp_plugin.hangs.rank_exit import is_failure
+from hf_fsdp_plugin.hangs.process_end import is_failure
 from hf_fsdp_plugin.tools.preflight.stages import preflight
 
 

@@ -20,7 +20,7 @@ import venv
 from pathlib import Path
 
 from hf_fsdp_plugin.cli.enable import FILE_NAME, TEXT
-from hf_fsdp_plugin.integrations.rank_process import RANK_VARIABLE
+from hf_fsdp_plugin.integrations.before_imports import RANK_VARIABLE
 from scripts.bench.common import ROOT, make_parser
 from scripts.bench.tables.update_results import write_result
 

@@ -64,7 +64,7 @@ def measure(args: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from hf_fsdp_plugin.hangs.calls import read_header, record
-    from hf_fsdp_plugin.integrations.rank_watch import watch
+    from hf_fsdp_plugin.integrations.failure_watch import watch
 
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])

@@ -24,7 +24,7 @@ from hf_fsdp_plugin.hangs.calls import CallRecord, RankCalls, read_calls
 from hf_fsdp_plugin.hangs.hang_cause import Diagnosis
 from hf_fsdp_plugin.hangs.hang_queries import HangQueries
 from hf_fsdp_plugin.hangs.hang_watch import HangFinder, found_hang, hang_problem, write_hang
-from hf_fsdp_plugin.hangs.rank_files import FoundHang, RankFiles, is_halted, processor_use
+from hf_fsdp_plugin.hangs.watch_files import FoundHang, RankFiles, is_halted, processor_use
 from hf_fsdp_plugin.runs.failures import AttemptResult, tell_failure
 from tests.unit.hangs.test_hang_watch import LIMIT, queries_of
 

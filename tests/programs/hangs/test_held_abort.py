@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs the handl
 
 PROGRAM = """
 import ctypes, faulthandler, sys, threading, time
-from hf_fsdp_plugin.hangs.rank_stacks import HeldAbort
+from hf_fsdp_plugin.hangs.python_stacks import HeldAbort
 held = HeldAbort()
 faulthandler.enable()
 assert not held.has_begun()

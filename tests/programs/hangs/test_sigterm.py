@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from hf_fsdp_plugin.hangs.rank_exit import write_error_file
-from hf_fsdp_plugin.hangs.rank_stacks import read_stack
+from hf_fsdp_plugin.hangs.process_end import write_error_file
+from hf_fsdp_plugin.hangs.python_stacks import read_stack
 from hf_fsdp_plugin.rank_variables import ERROR_FILE_VARIABLE
 
 HELD = """
 import os, signal, sys, threading, time
 from pathlib import Path
-from hf_fsdp_plugin.hangs.rank_exit import delayed_sigterm, hold_sigterm
+from hf_fsdp_plugin.hangs.process_end import delayed_sigterm, hold_sigterm
 stacks = Path(sys.argv[1])
 held = hold_sigterm(stacks)
 def end(): os.kill(os.getpid(), signal.SIGTERM)
@@ -33,7 +33,7 @@ thread.start()
 ARMED = """
 import ctypes, os, signal, sys, time
 sys.setswitchinterval(1e-4)
-from hf_fsdp_plugin.integrations.rank_watch import watch
+from hf_fsdp_plugin.integrations.failure_watch import watch
 watch.arm()
 print("armed", flush=True)
 """
@@ -140,7 +140,7 @@ def test_end_after_a_hang_leaves_no_worker(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         "import multiprocessing, sys, time\n"
-        "from hf_fsdp_plugin.hangs.rank_exit import exit_after_hang\n"
+        "from hf_fsdp_plugin.hangs.process_end import exit_after_hang\n"
         "if __name__ == '__main__':\n"
         "    worker = multiprocessing.get_context('fork').Process(target=time.sleep, args=(600,), daemon=True)\n"
         "    worker.start()\n"
@@ -155,7 +155,7 @@ def test_request_for_a_stack_after_the_recording_ends_nothing(tmp_path: Path) ->
     code = """
 import os, sys
 from pathlib import Path
-from hf_fsdp_plugin.hangs.rank_stacks import StackFile, request_stack
+from hf_fsdp_plugin.hangs.python_stacks import StackFile, request_stack
 path, stacks = Path(sys.argv[1]), StackFile()
 for _ in range(2):
     stacks.open(path, crashes="print")

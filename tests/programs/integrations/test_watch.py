@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 from hf_fsdp_plugin.hangs.calls import read_calls, record
-from hf_fsdp_plugin.integrations.rank_watch import watch
+from hf_fsdp_plugin.integrations.failure_watch import watch
 from tests.unit.integrations.test_watch import armed_files
 
 
 def test_children_of_a_rank_are_no_ranks(as_rank: Path) -> None:
     files = armed_files()
-    code = "from hf_fsdp_plugin.integrations.rank_watch import watch; watch.arm(); print(watch.is_armed)"
+    code = "from hf_fsdp_plugin.integrations.failure_watch import watch; watch.arm(); print(watch.is_armed)"
     env = {**os.environ, "TMPDIR": str(as_rank)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

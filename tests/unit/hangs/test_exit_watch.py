@@ -12,7 +12,7 @@ from hf_fsdp_plugin.rank_variables import EXIT_LIMIT_VARIABLE, exit_limit
 CODE = """
 import sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
-from hf_fsdp_plugin.hangs.rank_exit import ExitWatch
+from hf_fsdp_plugin.hangs.process_end import ExitWatch
 exits = ExitWatch(0.3, notice=print, fail=print)
 def poll():
     while True:

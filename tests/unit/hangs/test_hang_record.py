@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hf_fsdp_plugin.hangs import calls as layout
-from hf_fsdp_plugin.hangs import rank_exit, rank_stacks
+from hf_fsdp_plugin.hangs import process_end, python_stacks
 from hf_fsdp_plugin.hangs.calls import (
     ARRIVALS,
     NUM_SLOTS,
@@ -176,6 +176,6 @@ def test_ranks_are_packed_and_unpacked(ranks: list[int], text: str) -> None:
     assert unpack_ranks(text) == ranks
 
 
-@pytest.mark.parametrize("file", [rank_stacks._ROUND, rank_stacks._RECORDING, rank_exit._PROGRAMS[0]])
+@pytest.mark.parametrize("file", [python_stacks._ROUND, python_stacks._RECORDING, process_end._PROGRAMS[0]])
 def test_files_that_stacks_leave_out_exist(file: str) -> None:
-    assert (Path(rank_stacks.__file__).parents[1] / file).exists()
+    assert (Path(python_stacks.__file__).parents[1] / file).exists()

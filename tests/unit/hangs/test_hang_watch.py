@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from hf_fsdp_plugin.hangs import hang_queries, rank_files
+from hf_fsdp_plugin.hangs import hang_queries, watch_files
 from hf_fsdp_plugin.hangs.calls import Call, RankCalls, Wait
 from hf_fsdp_plugin.hangs.hang_cause import Diagnosis
 from hf_fsdp_plugin.hangs.hang_queries import HangQueries, JobStore
 from hf_fsdp_plugin.hangs.hang_watch import write_hang
-from hf_fsdp_plugin.hangs.rank_files import ProcessorUse, processor_use
+from hf_fsdp_plugin.hangs.watch_files import ProcessorUse, processor_use
 from hf_fsdp_plugin.rank_variables import DEFAULT_HANG_LIMIT, HANG_LIMIT_VARIABLE, hang_limit
 
 LIMIT = 0.4
@@ -39,10 +39,10 @@ def test_use_of_a_session_contains_its_children(monkeypatch: pytest.MonkeyPatch,
         9: stat_of("R", 9, 0, 4, 0),
         10: stat_of("R", 7, 0, 0, 0),
     }
-    monkeypatch.setattr(rank_files, "_stat", known.__getitem__)
+    monkeypatch.setattr(watch_files, "_stat", known.__getitem__)
     for pid in known:
         (tmp_path / str(pid)).mkdir()
-    monkeypatch.setattr(rank_files, "Path", lambda path: tmp_path)
+    monkeypatch.setattr(watch_files, "Path", lambda path: tmp_path)
     assert processor_use([7]) == {7: ProcessorUse(9.0, True, 4.0, 36, True, True)}
     assert processor_use([9]) == {9: ProcessorUse(4.0, True, 0.0, 2, False)}
 

@@ -9,7 +9,7 @@ import pytest
 from hf_fsdp_plugin.hangs import mapped_file
 from hf_fsdp_plugin.hangs.calls import CallRecord, read_header
 from hf_fsdp_plugin.hangs.mapped_file import make_mapped_file, remove_file
-from hf_fsdp_plugin.hangs.rank_files import RankFiles, remove_files
+from hf_fsdp_plugin.hangs.watch_files import RankFiles, remove_files
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import hf_fsdp_plugin as hfp
+from hf_fsdp_plugin.integrations.failure_watch import watch
 from hf_fsdp_plugin.integrations.hooks import HOOKS
-from hf_fsdp_plugin.integrations.rank_watch import watch
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.runs.restart_policy import Restarts
 

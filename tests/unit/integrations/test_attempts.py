@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.hangs.calls import record
-from hf_fsdp_plugin.hangs.rank_files import RankFiles
+from hf_fsdp_plugin.hangs.watch_files import RankFiles
 from hf_fsdp_plugin.integrations import resuming as subject
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.runs.identity import RunIdentity, attempt_folder, identify_run

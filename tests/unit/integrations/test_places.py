@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hf_fsdp_plugin.hangs.calls import CallRecord, Counts, read_calls
-from hf_fsdp_plugin.hangs.rank_stacks import (
+from hf_fsdp_plugin.hangs.python_stacks import (
     STACK_SIGNAL,
     Frame,
     find_place,
@@ -24,7 +24,7 @@ LIBRARY = str(Path(os.__file__).parent / "site-packages" / "torch")
 CODE = """
 import os, sys, threading
 from pathlib import Path
-from hf_fsdp_plugin.hangs.rank_stacks import StackFile, request_stack
+from hf_fsdp_plugin.hangs.python_stacks import StackFile, request_stack
 stacks = StackFile()
 stacks.open(Path(sys.argv[1]), crashes="record")
 stop = threading.Event()

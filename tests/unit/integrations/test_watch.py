@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from hf_fsdp_plugin import SpecError
-from hf_fsdp_plugin.hangs import rank_exit
+from hf_fsdp_plugin.hangs import process_end
 from hf_fsdp_plugin.hangs.calls import Counts, read_calls, record
-from hf_fsdp_plugin.hangs.rank_files import RankFiles, find_peers, remove_files, start_of
-from hf_fsdp_plugin.integrations.rank_watch import watch
+from hf_fsdp_plugin.hangs.watch_files import RankFiles, find_peers, remove_files, start_of
+from hf_fsdp_plugin.integrations.failure_watch import watch
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.rank_variables import ERROR_FILE_VARIABLE, FILES_VARIABLE, LAUNCHER_VARIABLE, LOG_VARIABLE
@@ -57,7 +57,7 @@ def test_flight_record_is_written_before_the_end(
     def exit_after_hang(seconds: float = 0.0) -> None:
         assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
-    monkeypatch.setattr(rank_exit, "exit_after_hang", exit_after_hang)
+    monkeypatch.setattr(process_end, "exit_after_hang", exit_after_hang)
     armed_files()
     watch._exit_after_hang()
     assert list(tmp_path.glob("fsdp_nccl*")) == []  # CPU ranks

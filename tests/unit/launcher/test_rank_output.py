@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from hf_fsdp_plugin.launcher.processes import RankOutput
 from hf_fsdp_plugin.launcher.rank_environment import RankJob
-from hf_fsdp_plugin.launcher.rank_processes import RankOutput
 
 NUM_BYTES = 300_000  # more than a pipe holds
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hf_fsdp_plugin.checkpoint.writing import manager
-from hf_fsdp_plugin.hangs.rank_files import RankFiles
-from hf_fsdp_plugin.launcher.rank_processes import _SAVE_SECONDS, _SETTLE_SECONDS, _TERM_SECONDS, RankProcess
+from hf_fsdp_plugin.hangs.watch_files import RankFiles
+from hf_fsdp_plugin.launcher.processes import _SAVE_SECONDS, _SETTLE_SECONDS, _TERM_SECONDS, RankProcess
 
 
 @pytest.mark.parametrize(("saves", "seconds"), [(False, _TERM_SECONDS), (True, _SAVE_SECONDS)])

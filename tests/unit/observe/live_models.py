@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from hf_fsdp_plugin import load_spec, resolve
-from hf_fsdp_plugin.observe.settings import ObservedRun
+from hf_fsdp_plugin.observe.observed_run import ObservedRun
 from hf_fsdp_plugin.observe.units import UnitObservation
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.torch_private.live_unit import LiveUnit

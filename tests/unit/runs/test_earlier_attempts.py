@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hf_fsdp_plugin.hangs.rank_files import FoundHang, RankFiles
+from hf_fsdp_plugin.hangs.watch_files import FoundHang, RankFiles
 from hf_fsdp_plugin.runs.identity import (
     Offer,
     RunIdentity,
@@ -28,7 +28,7 @@ KILLED = "ended without an error record"
 CRASH = """\
 import os, sys
 from pathlib import Path
-from hf_fsdp_plugin.hangs.rank_stacks import stack_file
+from hf_fsdp_plugin.hangs.python_stacks import stack_file
 stack_file.open(Path(sys.argv[1]), crashes="record", takes_over=True)
 os.kill(os.getpid(), int(sys.argv[2]))
 """

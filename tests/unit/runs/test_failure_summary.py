@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hf_fsdp_plugin.hangs.calls import Call, Counts, GroupCalls, RankCalls
-from hf_fsdp_plugin.hangs.rank_stacks import Frame
+from hf_fsdp_plugin.hangs.python_stacks import Frame
 from hf_fsdp_plugin.launcher.run_script import __file__ as LIBRARY_FILE
 from hf_fsdp_plugin.runs.failures import AttemptResult, RankExit, summarize_exit, tell_failure
 

@@ -1,6 +1,6 @@
 """Reads each setting from the live model and compares it with the requested value.
 
-The readers of checkpoints, activations, loading and the launch are here, the others in ``settings``.
+The readers of checkpoints, activations, loading and the launch are here, the others in ``unit_readers``.
 """
 
 from __future__ import annotations
@@ -12,8 +12,15 @@ from typing import Final
 from hf_fsdp_plugin.backends.sharding.forwards import checkpoints_itself
 from hf_fsdp_plugin.contracts import ContractError
 from hf_fsdp_plugin.devices import accelerator_type
-from hf_fsdp_plugin.observe import fp8, settings
-from hf_fsdp_plugin.observe.settings import ObservedRun, ObservedValue, common_value, differing_value, unobserved_value
+from hf_fsdp_plugin.observe import fp8, unit_readers
+from hf_fsdp_plugin.observe.observed_run import (
+    JsonObject,
+    ObservedRun,
+    ObservedValue,
+    common_value,
+    differing_value,
+    unobserved_value,
+)
 from hf_fsdp_plugin.observe.units import checkpoints_natively
 from hf_fsdp_plugin.observe.weights import WeightComparison
 from hf_fsdp_plugin.plan.names import canonical_name, is_inside
@@ -161,7 +168,7 @@ def read_mixed_precision(run: ObservedRun) -> ObservedValue:
     if not run.units_with_params:
         return unobserved_value("no parameter belongs to a unit")
     value = common_value(unit.param_dtype for unit in run.units_in_policy_dtype)
-    if reason := settings.unplanned_cast(run):
+    if reason := unit_readers.unplanned_cast(run):
         return differing_value(value, reason)
     casts = any(unit.live.casts for unit in run.units_with_params)
     return ObservedValue(value if casts and value != "fp32" else "no")
@@ -220,32 +227,32 @@ def _switch_of_fsdp1(attribute: str, fsdp2: str) -> ValueReader:
 
 _ALWAYS_SHOWN: Final[dict[str, ValueReader]] = {
     "fsdp.version": lambda run: ObservedValue(common_value(unit.live.version for unit in run.units)),
-    "sharding.strategy": settings.read_strategy,
-    "mesh.shard": settings.read_mesh_shard,
-    "mesh.replicate": settings.read_mesh_replicate,
-    "mesh.context": lambda run: ObservedValue(settings.axis_size(run, "context")),
-    "mesh.tensor": lambda run: ObservedValue(settings.axis_size(run, "tensor")),
-    "mesh.expert": lambda run: ObservedValue(settings.axis_size(run, "expert")),
-    "wrap.policy": settings.read_wrap_policy,
-    "offload.params": settings.read_offload,
-    "precision.param": settings.read_param_dtype,
-    "precision.reduce": settings.read_reduce_dtype,
-    "prefetch.backward": settings.read_backward_prefetch,
-    "prefetch.forward": settings.read_forward_prefetch,
+    "sharding.strategy": unit_readers.read_strategy,
+    "mesh.shard": unit_readers.read_mesh_shard,
+    "mesh.replicate": unit_readers.read_mesh_replicate,
+    "mesh.context": lambda run: ObservedValue(unit_readers.axis_size(run, "context")),
+    "mesh.tensor": lambda run: ObservedValue(unit_readers.axis_size(run, "tensor")),
+    "mesh.expert": lambda run: ObservedValue(unit_readers.axis_size(run, "expert")),
+    "wrap.policy": unit_readers.read_wrap_policy,
+    "offload.params": unit_readers.read_offload,
+    "precision.param": unit_readers.read_param_dtype,
+    "precision.reduce": unit_readers.read_reduce_dtype,
+    "prefetch.backward": unit_readers.read_backward_prefetch,
+    "prefetch.forward": unit_readers.read_forward_prefetch,
     "activation.checkpointing": read_checkpointing,
 }
 """Settings that determine the memory, the speed or the numerics of the run: the report contains them in any case."""
 
 READERS: Final[Mapping[str, ValueReader]] = {
     **_ALWAYS_SHOWN,
-    "wrap.classes": settings.read_wrap_classes,
-    "wrap.min_num_params": settings.read_min_num_params,
-    "wrap.ignored_modules": settings.read_ignored_modules,
-    "mesh.context_exchange": settings.read_context_exchange,
-    "offload.pin_memory": settings.read_pin_memory,
-    "precision.fp32_modules": settings.read_fp32_modules,
-    "precision.output": settings.read_output_dtype,
-    "precision.buffer": settings.read_buffer_dtype,
+    "wrap.classes": unit_readers.read_wrap_classes,
+    "wrap.min_num_params": unit_readers.read_min_num_params,
+    "wrap.ignored_modules": unit_readers.read_ignored_modules,
+    "mesh.context_exchange": unit_readers.read_context_exchange,
+    "offload.pin_memory": unit_readers.read_pin_memory,
+    "precision.fp32_modules": unit_readers.read_fp32_modules,
+    "precision.output": unit_readers.read_output_dtype,
+    "precision.buffer": unit_readers.read_buffer_dtype,
     "prefetch.limit_all_gathers": _switch_of_fsdp1("limit_all_gathers", "FSDP2 always limits all-gathers"),
     "params.use_orig": _switch_of_fsdp1("use_orig", "FSDP2 always keeps the original parameters"),
     "checkpoint.state_dict": read_state_dict,
@@ -283,13 +290,13 @@ def read_setting(name: str, run: ObservedRun) -> ObservedValue:
     return unobserved_value("only the launcher uses this setting; the model does not record it")
 
 
-def observe_settings(run: ObservedRun) -> list[settings.JsonObject]:
+def observe_settings(run: ObservedRun) -> list[JsonObject]:
     """Compare the settings that the report shows with the live model, in the order of the spec.
 
     Each of them is ``observed_setting`` of docs/json.schema.json.
     """
     plan, spec = run.plan, run.plan.spec
-    rows: list[settings.JsonObject] = []
+    rows: list[JsonObject] = []
     shown = {*_ALWAYS_SHOWN, *(["wrap.classes"] if spec.wrap.policy == "transformer" else [])}
     if spec.uses_fp8:
         shown |= {"fp8.backend", "fp8.all_gather"}
@@ -310,7 +317,7 @@ def observe_settings(run: ObservedRun) -> list[settings.JsonObject]:
         if (
             name in _DTYPES
             and not (run.model.training or run.first_step.num_steps)
-            and (cast := settings.stored_cast(run))
+            and (cast := unit_readers.stored_cast(run))
         ):
             found = replace(found, reason=f"{cast}, of a model that is only evaluated", matches=True)
         if plan.pre_sharded and not spec.asked(name) and not found.unobservable:

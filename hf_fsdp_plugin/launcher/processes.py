@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from hf_fsdp_plugin.hangs.rank_files import RankFiles, is_halted
-from hf_fsdp_plugin.hangs.rank_stacks import request_stack
+from hf_fsdp_plugin.hangs.python_stacks import request_stack
+from hf_fsdp_plugin.hangs.watch_files import RankFiles, is_halted
 from hf_fsdp_plugin.launcher.rank_environment import RankJob
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.runs.failures import RankExit, read_exit

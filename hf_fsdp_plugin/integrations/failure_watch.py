@@ -30,13 +30,13 @@ import torch.distributed as dist
 import hf_fsdp_plugin.rank_variables as rank_variables
 from hf_fsdp_plugin.backends.ranks.agreement import wait_listeners
 from hf_fsdp_plugin.backends.ranks.cluster import slurm_variables
-from hf_fsdp_plugin.hangs import hang_queries, rank_exit, rank_files
+from hf_fsdp_plugin.hangs import hang_queries, process_end, watch_files
 from hf_fsdp_plugin.hangs.calls import RankCalls, read_header, record
 from hf_fsdp_plugin.hangs.hang_watch import HangFinder, found_hang, write_hang
-from hf_fsdp_plugin.hangs.rank_files import FoundHang, Peer, RankFiles, write_if_possible
-from hf_fsdp_plugin.hangs.rank_stacks import HeldAbort, format_stack, stack_file
+from hf_fsdp_plugin.hangs.python_stacks import HeldAbort, format_stack, stack_file
+from hf_fsdp_plugin.hangs.watch_files import FoundHang, Peer, RankFiles, write_if_possible
 from hf_fsdp_plugin.integrations import call_hooks, resuming
-from hf_fsdp_plugin.integrations.rank_process import RANK_VARIABLE, is_rank, may_be_rank, rank_process
+from hf_fsdp_plugin.integrations.before_imports import RANK_VARIABLE, is_rank, may_be_rank, rank_process
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.runs import failures
@@ -115,7 +115,7 @@ class Watch:
             self._open(files, records=bool(self._limit), is_alone=self._local_size == 1)
         except OSError as error:
             text = f"hangs are not diagnosed: {error.filename}: {error.strerror}"
-            rank_exit.print_block(f"hf-fsdp: rank {self._rank}: {text}")
+            process_end.print_block(f"hf-fsdp: rank {self._rank}: {text}")
             return
         self.files, self._pid = files, os.getpid()
         atexit.register(self._at_exit)
@@ -124,9 +124,9 @@ class Watch:
 
     def _open(self, files: RankFiles, *, records: bool, is_alone: bool) -> None:
         if not self._is_given:
-            rank_files.private_folder(files.stem.parent)
-            rank_files.remove_files(files.stem)
-            if all(peer.is_gone() for peer in rank_files.find_peers(files.stem.parent)):
+            watch_files.private_folder(files.stem.parent)
+            watch_files.remove_files(files.stem)
+            if all(peer.is_gone() for peer in watch_files.find_peers(files.stem.parent)):
                 # The first rank. An earlier run, or the ranks before a change of the number of machines, had this name.
                 for path in (files.hang, files.standstill, files.cause):
                     path.unlink(missing_ok=True)
@@ -147,13 +147,13 @@ class Watch:
             with contextlib.suppress(OSError):
                 record.open(files.calls, calls=False, in_memory=in_memory)
         self.follow_thread()
-        rank_files.register_rank(self._rank, files)
+        watch_files.register_rank(self._rank, files)
 
     def _start(self, exit_seconds: float) -> None:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hf_fsdp_watch", daemon=True)
-        self._exits = rank_exit.ExitWatch(exit_seconds, notice=self.notice, fail=self._fail)
-        self._sigterm: rank_exit.HeldSigterm | None = None
+        self._exits = process_end.ExitWatch(exit_seconds, notice=self.notice, fail=self._fail)
+        self._sigterm: process_end.HeldSigterm | None = None
         self._store = hang_queries.JobStore(hang_queries.watch_store, record.beat)
         self._place = hang_queries.PlaceInStore(self._store, self._rank)
         self._queries = hang_queries.HangQueries()
@@ -163,7 +163,7 @@ class Watch:
         self._group_since = self._last_turn = self._hold_until = 0.0
         if self._world_size > 1 or self._is_given:
             if not self.has_launcher and self._local_size > 1:
-                self._sigterm = rank_exit.hold_sigterm(self.files.stacks)
+                self._sigterm = process_end.hold_sigterm(self.files.stacks)
             self._thread.start()
 
     def follow_thread(self) -> None:
@@ -182,11 +182,11 @@ class Watch:
         Without ``hf-fsdp launch`` these are the steps from the failure to its summary; with it, the launcher does all
         but the first (``launcher.start_ranks``):
 
-        1. write the failure to this rank's file (``rank_exit.failure_of``);
+        1. write the failure to this rank's file (``process_end.failure_of``);
         2. find the first failure of all ranks: read the files of this machine, and ask the others if the connection
            to them was lost (``failures.find_first_cause``), whose text is that of the launcher's summary, in brief
            (``failures.tell_failure``);
-        3. write message, frames and cause to the error file that torchrun prints (``rank_exit.write_error_file``);
+        3. write message, frames and cause to the error file that torchrun prints (``process_end.write_error_file``);
         4. if the hang diagnosis has stopped the ranks, exit with its code;
         5. add the cause to the exception, whose traceback Python prints.
         """
@@ -201,43 +201,43 @@ class Watch:
 
     def _record_failure(self, error: BaseException) -> str:
         """Record the exception that ends this rank. Returns the cause of a lost connection; empty without one."""
-        failure, note = rank_exit.failure_of(error), ""
+        failure, note = process_end.failure_of(error), ""
         write_if_possible(self.files.failure, json.dumps(failure))
         if not self.has_launcher:
-            with rank_exit.delayed_sigterm() as is_told:
+            with process_end.delayed_sigterm() as is_told:
                 note = failures.find_first_cause(self._rank, self.files, self._ask_others, is_told)
         message = failure["message"] or f"exit code {getattr(error, 'code', 1)}"
         is_spec = failure["kind"] == "spec"  # all ranks have this error: one rank of each machine writes and prints it
-        frames = [] if is_spec else format_stack(rank_exit.stack_of(failure))
+        frames = [] if is_spec else format_stack(process_end.stack_of(failure))
         if not is_spec or rank_variables.launched_local_rank() == 0:
             cause = [f"hf-fsdp: {note}"] if note else []
-            rank_exit.write_error_file(message, "\n".join([message, *frames, *cause]))
+            process_end.write_error_file(message, "\n".join([message, *frames, *cause]))
         return note
 
     def _fail(self, problem: Problem) -> None:
         self._record_failure(SpecError([problem]))
         if not self.has_launcher:
-            rank_exit.print_block(f"hf-fsdp: {problem}")
+            process_end.print_block(f"hf-fsdp: {problem}")
 
     def notice(self, text: object) -> None:
         """Print a message for the user, or let the launcher print it."""
         if self.has_launcher:
             write_if_possible(self.files.notice, str(text))
         else:
-            rank_exit.print_block(f"hf-fsdp: {text}")
+            process_end.print_block(f"hf-fsdp: {text}")
 
     def _at_exit(self) -> None:
         if not self.is_armed:
             return
         files, self._pid = self.files, 0
-        has_ended = not files.failure.exists() and not rank_exit.has_failed()
+        has_ended = not files.failure.exists() and not process_end.has_failed()
         if has_ended:
             write_if_possible(files.ended, "")
         is_free = self._stop()
-        peers = rank_files.find_peers(files.stem.parent)
+        peers = watch_files.find_peers(files.stem.parent)
         if not self._is_given and all(peer.files.ended.exists() for peer in peers):  # this rank is the last one
             for peer in peers:
-                rank_files.remove_files(peer.files.stem)
+                watch_files.remove_files(peer.files.stem)
             forget_run(files)
         if not is_free:
             # A thread cannot be stopped in a request to the store. When it returned from C++ code while the
@@ -269,7 +269,7 @@ class Watch:
         wait_listeners.clear()
         record.close()
         if not self._is_given:
-            rank_files.remove_files(self.files.stem)
+            watch_files.remove_files(self.files.stem)
             forget_run(self.files)
         self._pid, self._failed, session.in_flight_file = 0, None, None
 
@@ -308,7 +308,7 @@ class Watch:
         if cause := failures.cause_of_end(self.files):
             with contextlib.suppress(OSError):
                 self.files.cause.touch(exist_ok=False)
-                rank_exit.print_block(f"hf-fsdp: {cause}")
+                process_end.print_block(f"hf-fsdp: {cause}")
 
     def _turn(self) -> None:
         now = time.monotonic()
@@ -324,7 +324,7 @@ class Watch:
         if files.standstill.exists() and not self._has_stood_still:
             self._has_stood_still = True
             self._write_flight_record()  # NCCL may end this process at its time-out
-        if self._exits.poll() and not (files.failure.exists() or rank_exit.has_failed() or files.ended.exists()):
+        if self._exits.poll() and not (files.failure.exists() or process_end.has_failed() or files.ended.exists()):
             write_if_possible(files.ended, "")
         if self._limit and dist.is_initialized():
             self._group_since = self._group_since or now
@@ -338,14 +338,14 @@ class Watch:
         """Print why native code aborts this process, and end it."""
         stack_file.record()
         if cause := failures.cause_of_abort(self._rank, self.files, self._ask_others):
-            rank_exit.write_error_file(cause)
-            rank_exit.print_block(f"hf-fsdp: {cause}")
+            process_end.write_error_file(cause)
+            process_end.print_block(f"hf-fsdp: {cause}")
         held.end()
 
     def _look_for_hangs(self, now: float) -> None:
         """Look for hangs, if this rank is the one that does."""
         if len(self._peers) < self._local_size:
-            for peer in rank_files.find_peers(self.files.stem.parent):
+            for peer in watch_files.find_peers(self.files.stem.parent):
                 if peer.rank not in self._peers and not peer.is_gone():  # otherwise it is one of an earlier run
                     self._peers[peer.rank] = peer
             if len(self._peers) < self._local_size and now - self._group_since < _MISSING_SECONDS:
@@ -388,19 +388,19 @@ class Watch:
         if not self.has_launcher:
             # The order matters: a launcher may end this process as soon as another one has exited. The error must be
             # from before the end of the ranks that are killed below.
-            rank_exit.write_error_file(found.message, seconds_ago=1)
-            rank_exit.print_block(found.text)
-        rank_exit.ignore_sigterm()
+            process_end.write_error_file(found.message, seconds_ago=1)
+            process_end.print_block(found.text)
+        process_end.ignore_sigterm()
         self._write_last_flight_record()
         for peer in self._peers.values():
-            if peer.rank != self._rank and (rank_files.is_halted(peer.pid) or _beat_age(peer) > _FRESH):
+            if peer.rank != self._rank and (watch_files.is_halted(peer.pid) or _beat_age(peer) > _FRESH):
                 peer.send(signal.SIGKILL)
-        rank_exit.exit_after_hang()
+        process_end.exit_after_hang()
 
     def _exit_after_hang(self) -> None:
         """Exit because another rank has reported a hang."""
         self._write_last_flight_record()
-        rank_exit.exit_after_hang(0.0 if self.has_launcher else _LEAD)
+        process_end.exit_after_hang(0.0 if self.has_launcher else _LEAD)
 
     def _write_last_flight_record(self) -> None:
         """Write the flight record before the process ends, which has no handlers at its exit."""

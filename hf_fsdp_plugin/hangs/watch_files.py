@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from hf_fsdp_plugin.hangs.mapped_file import remove_file
-from hf_fsdp_plugin.hangs.rank_stacks import request_stack, stack_file
+from hf_fsdp_plugin.hangs.python_stacks import request_stack, stack_file
 
 
 class _File:
@@ -33,11 +33,11 @@ class RankFiles:
 
     Attributes:
         stem: their path without the suffix.
-        failure: JSON: how the script failed, written before the rank exits (see ``hangs.rank_exit``).
+        failure: JSON: how the script failed, written before the rank exits (see ``hangs.process_end``).
         notice: a text that the launcher prints.
         ended: exists if the script has ended without an error.
         process: JSON: the rank's process, its start and its machine (see :func:`register_rank`).
-        stacks: stacks of the rank's threads (see ``hangs.rank_stacks``).
+        stacks: stacks of the rank's threads (see ``hangs.python_stacks``).
         saving: exists while a checkpoint is written in the background.
         calls: the rank's collectives, optimizer steps and forwards (see ``hangs.calls``), or a link to them
             (see ``hangs.mapped_file``).

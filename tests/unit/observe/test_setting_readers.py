@@ -10,7 +10,7 @@ import torch
 
 from hf_fsdp_plugin.backends.loading.equal_weights import ParameterMemory
 from hf_fsdp_plugin.observe.first_step import FirstStep
-from hf_fsdp_plugin.observe.readers import READERS, read_setting
+from hf_fsdp_plugin.observe.setting_readers import READERS, read_setting
 from hf_fsdp_plugin.observe.weights import WeightComparison
 from tests.unit.observe.live_models import make_plan, make_run
 

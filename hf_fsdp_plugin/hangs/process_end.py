@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from hf_fsdp_plugin.hangs import HANG
-from hf_fsdp_plugin.hangs.rank_files import write_if_possible
-from hf_fsdp_plugin.hangs.rank_stacks import Frame, current_stack
+from hf_fsdp_plugin.hangs.python_stacks import Frame, current_stack
+from hf_fsdp_plugin.hangs.watch_files import write_if_possible
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.rank_variables import ERROR_FILE_VARIABLE, EXIT_LIMIT_VARIABLE, launched_rank
 from hf_fsdp_plugin.text import format_names
@@ -99,7 +99,7 @@ class HeldSigterm:
     There, handlers of Python do not run. ``faulthandler`` writes the stack to a pipe, which wakes up the other thread.
 
     Args:
-        stacks: the file to which this stack is added (see ``hangs.rank_stacks``).
+        stacks: the file to which this stack is added (see ``hangs.python_stacks``).
     """
 
     def __init__(self, stacks: Path) -> None:
