@@ -24,6 +24,7 @@ from hf_fsdp_plugin.tools.convert.dialects.reader import DIALECTS
 from hf_fsdp_plugin.tools.doctor.contract_probe import private_contracts
 from hf_fsdp_plugin.tools.explain.verb import read_entries
 from hf_fsdp_plugin.vocabulary import PREFIXES, ROWS, TRAINING_FILE_MARKS, SettingRow
+from scripts import parts_picture
 from scripts.last_runs import record
 from scripts.launcher_features import clusters
 from scripts.screenshots import command_line
@@ -421,6 +422,7 @@ DOCUMENTS: dict[str, Callable[[], str]] = {
     "problems.md": problems,
     "command_line.md": command_line,
     "clusters.md": clusters,
+    "parts.svg": parts_picture.draw,
 }
 """File in docs/ -> the function that returns its text."""
 
