@@ -83,8 +83,8 @@ ELSEWHERE: dict[str, str] = {
 """Program without ``--help`` -> the file or the set that runs it."""
 OPTIONAL = frozenset(
     {
-        "bitsandbytes", "deepspeed", "diffusers", "fastsafetensors", "optuna", "ray", "runai_model_streamer",
-        "schedulefree", "sentence_transformers", "setfit", "torch_npu", "torchao",
+        "bitsandbytes", "diffusers", "optuna", "ray", "schedulefree", "sentence_transformers", "setfit", "torch_npu",
+        "torchao",
     }
 )  # fmt: skip
 """Libraries that the environment of the tests does not need."""

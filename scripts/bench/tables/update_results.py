@@ -117,28 +117,6 @@ def merge(result: Result) -> list[str]:
     return [*lines, "", f"{result['model']}; medians of {result['pairs']} alternating pairs."]
 
 
-def deepspeed_checkpoints(result: Result) -> list[str]:
-    """One row per case."""
-
-    def shown(value: bool | None) -> str:
-        return "" if value is None else "equal" if value else "differ"
-
-    lines = ["| saved by DeepSpeed | weights | AdamW state | loss after resuming with FSDP2 |", "|---|---|---|---|"]
-    for name, case in result["cases"].items():
-        state = shown(case.get("state_equal"))
-        lines.append(
-            f"| {name} | {shown(case['weights_equal'])} | {state} | differs by {case['loss_difference']:.1e} |"
-        )
-    lines += ["", f"DeepSpeed {result['deepspeed']}. Weights and states are compared bit for bit."]
-    if timed := result["time"]:
-        seconds = {name: statistics.median(found) for name, found in timed["seconds"].items()}
-        lines[-1] += (
-            f" To merge {timed['checkpoint_bytes'] / 1e9:.1f} GB, `hf-fsdp merge` takes {seconds['merge']:.1f} s, and "
-            f"`zero_to_fp32` takes {seconds['zero_to_fp32']:.1f} s."
-        )
-    return lines
-
-
 def verified_reads(result: Result) -> list[str]:
     """One row per size of the ranges; the size that the package writes is marked."""
     same, other, grown = result["resume"]["same"], result["resume"]["other"], result["bytes_read_per_byte"]
@@ -438,26 +416,6 @@ def resume(result: Result) -> list[str]:
     return [*lines, "", f"{result['model']}; {result['ranks']} CPU ranks, one thread each."]
 
 
-def computed_weights(result: Result) -> list[str]:
-    lines = [
-        "| computed | by | CPU time of a rank | time | private memory grows by | largest weight | model |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for kind, ways in result["kinds"].items():
-        for way, run in ways.items():
-            sizes = " | ".join(f"{run[f'{key}_bytes'] / 1e6:.0f} MB" for key in ("private", "largest", "model"))
-            lines.append(f"| {kind} | {way} | {run['cpu_seconds']:.2f} s | {run['seconds']:.2f} s | {sizes} |")
-    return [*lines, "", f"{result['ranks']} CPU ranks, one thread each."]
-
-
-def readers(result: Result) -> list[str]:
-    lines = ["| way | time | CPU time | peak memory grows by |", "|---|---|---|---|"]
-    for way, run in result["ways"].items():
-        peak = f"{run['peak_growth_bytes'] / 1e9:.2f} GB"
-        lines.append(f"| {way} | {run['seconds']:.2f} s | {run['cpu_seconds']:.2f} s | {peak} |")
-    return lines
-
-
 def public_configs(result: Result) -> list[str]:
     titles = ("settings of FSDP", "arguments of the Trainer", "without effect", "refused", "unknown", "lost")
     fates = ("sets", "arguments", "irrelevant", "refused", "unknown", "lost")
@@ -598,11 +556,11 @@ def host_waits(result: Result) -> list[str]:
 
 _ALL = (
     step_overhead, checkpoint_save, merge, verified_reads, resume_parity, survival, gpu_check, ecosystem,
-    generated_values, command_start, enabled_start, start, load, resume, computed_weights, readers, many_ranks,
+    generated_values, command_start, enabled_start, start, load, resume, many_ranks,
     gloo_connections, large_world, memory_error, memory_on_device, step_time, published_runs, unexpressed, throughput,
     restarts, two_hosts, hangs, hangs_healthy, hang_overhead, suggestions,
     axes, planner_time, closed_against_trace, preflight_time, reserved_memory, host_waits, migrate_proofs,
-    public_configs, deepspeed_checkpoints,
+    public_configs,
 )  # fmt: skip
 TABLES: dict[str, Callable[[Result], list[str]]] = {table.__name__: table for table in _ALL}
 
