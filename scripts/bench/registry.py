@@ -61,7 +61,6 @@ BENCHMARKS = (
     Benchmark(
         name="checkpoint_save", minutes=60, quick="--rounds 1 --full-rounds 1 --layers 2 --hidden 128 --vocabulary 1000"
     ),
-    Benchmark(name="closed_against_trace", code="tools/plan/estimate", quick="--settings 2"),
     Benchmark(name="command_start", code="cli tools", quick="--rounds 1"),
     Benchmark(name="enabled_start", quick="--pairs 60"),
     Benchmark(name="gloo_connections", code="backends/ranks", quick="--worlds 16"),
@@ -99,7 +98,6 @@ BENCHMARKS = (
     Benchmark(name="public_configs", code="sources spec", quick="--every 20"),
     Benchmark(name="published_runs", code="tools/plan/estimate", quick=""),
     Benchmark(name="renamed_names", quick="--only FSDPParam.sharded_param"),
-    Benchmark(name="reserved_memory", code="tools/plan/estimate", quick="--points 1"),
     Benchmark(name="restarts", code="runs launcher", quick="--kills 1 --versions 2"),
     Benchmark(name="resume", code="checkpoint backends/loading", quick="--rounds 1"),
     Benchmark(name="resume_parity", quick=""),

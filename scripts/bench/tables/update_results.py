@@ -24,13 +24,7 @@ from scripts.bench.gpu_checks.results import table
 from scripts.bench.tables.axes import axes
 from scripts.bench.tables.hangs import hang_overhead, hangs, hangs_healthy
 from scripts.bench.tables.memory import memory_error, memory_on_device
-from scripts.bench.tables.planning import (
-    closed_against_trace,
-    migrate_proofs,
-    planner_time,
-    preflight_time,
-    reserved_memory,
-)
+from scripts.bench.tables.planning import migrate_proofs, planner_time, preflight_time
 from scripts.bench.tables.profile import suggestions
 
 BLOCK = re.compile(r"(<!-- results:begin (?P<name>[\w-]+) -->\n).*?(<!-- results:end (?P=name) -->)", re.DOTALL)
@@ -559,7 +553,7 @@ _ALL = (
     generated_values, command_start, enabled_start, start, load, resume, many_ranks,
     gloo_connections, large_world, memory_error, memory_on_device, step_time, published_runs, unexpressed, throughput,
     restarts, two_hosts, hangs, hangs_healthy, hang_overhead, suggestions,
-    axes, planner_time, closed_against_trace, preflight_time, reserved_memory, host_waits, migrate_proofs,
+    axes, planner_time, preflight_time, host_waits, migrate_proofs,
     public_configs,
 )  # fmt: skip
 TABLES: dict[str, Callable[[Result], list[str]]] = {table.__name__: table for table in _ALL}
