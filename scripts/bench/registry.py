@@ -109,7 +109,6 @@ BENCHMARKS = (
     Benchmark(name="throughput", minutes=90, quick="--quick"),
     Benchmark(name="two_hosts", quick="--only bytes --versions 2"),
     Benchmark(name="unexpressed", quick="--quick"),
-    Benchmark(name="verified_reads", code="checkpoint", quick="--pairs 1 --layers 2 --hidden 128"),
     Benchmark(
         name="generated_values",
         code="spec sources",

@@ -111,34 +111,6 @@ def merge(result: Result) -> list[str]:
     return [*lines, "", f"{result['model']}; medians of {result['pairs']} alternating pairs."]
 
 
-def verified_reads(result: Result) -> list[str]:
-    """One row per size of the ranges; the size that the package writes is marked."""
-    same, other, grown = result["resume"]["same"], result["resume"]["other"], result["bytes_read_per_byte"]
-    readers = list(next(iter(grown.values())))
-    head = ["range", "resume, same layout", "resume, another layout", *(f"bytes read, {case}" for case in readers)]
-    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    for size, row in same.items():
-        name = f"{size} (used)" if size == result["range"] else size
-        cells = [name, *map(_ratio, (row, other[size])), *(f"{grown[size][case]:.2f}" for case in readers)]
-        lines.append(f"| {' | '.join(cells)} |")
-    used, merged = same[result["range"]], result["merge"]
-    size = f"{result['checkpoint_bytes'] / 1e9:.2f} GB"
-    return [
-        *lines,
-        "",
-        f"Times with the comparison divided by times without it: medians and ranges of {result['pairs']} alternating "
-        f"pairs. A resume of {size} from the page cache takes {used['seconds']:.2f} s "
-        f"with it and {used['seconds_without']:.2f} s without; `hf-fsdp merge` takes {merged['seconds']:.2f} s and "
-        f"{merged['seconds_without']:.2f} s ({_ratio(merged)}).",
-        "",
-        f"{result['model']}; one thread each. Bytes read: for one byte that is needed, of shards of 64 MiB.",
-    ]
-
-
-def _ratio(found: Result) -> str:
-    return f"{found['ratio']:.2f} ({found['lowest']:.2f} to {found['highest']:.2f})"
-
-
 def resume_parity(result: Result) -> list[str]:
     rows = [
         f"| {row['case']} | {row['largest_relative_difference']:.1e} | {row['limit']:.0e} |" for row in result["cases"]
@@ -549,7 +521,7 @@ def host_waits(result: Result) -> list[str]:
 
 
 _ALL = (
-    step_overhead, checkpoint_save, merge, verified_reads, resume_parity, survival, gpu_check, ecosystem,
+    step_overhead, checkpoint_save, merge, resume_parity, survival, gpu_check, ecosystem,
     generated_values, command_start, enabled_start, start, load, resume, many_ranks,
     gloo_connections, large_world, memory_error, memory_on_device, step_time, published_runs, unexpressed, throughput,
     restarts, two_hosts, hangs, hangs_healthy, hang_overhead, suggestions,
