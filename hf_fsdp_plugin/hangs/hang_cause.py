@@ -19,7 +19,6 @@ from hf_fsdp_plugin.hangs.calls import ARRIVALS, POINT_TO_POINT, Call, GroupCall
 from hf_fsdp_plugin.hangs.python_stacks import Frame
 from hf_fsdp_plugin.text import name_ranks, plural
 
-SILENT_EXIT: Final = "Look for os._exit, or for a library that ends the process."
 HangKind = Literal["late", "different", "circle", "stuck"]
 _MAX_SKIPPED: Final = 64
 """Maximum number of calls that a rank may have skipped, and of later calls that are compared to find this out."""

@@ -30,8 +30,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
-import signal
 import socket
 import sys
 import tempfile
@@ -43,10 +41,10 @@ from pathlib import Path
 from typing import Final
 
 from hf_fsdp_plugin.hangs.mapped_file import remove_file
-from hf_fsdp_plugin.hangs.process_end import read_crash
-from hf_fsdp_plugin.hangs.watch_files import FoundHang, RankFiles, start_of, write_if_possible
+from hf_fsdp_plugin.hangs.watch_files import FoundHang, RankFiles, remove_files, start_of, write_if_possible
 from hf_fsdp_plugin.rank_variables import ERROR_FILE_VARIABLE, POD_ID_VARIABLE, RUN_ID_VARIABLE, variable_number
-from hf_fsdp_plugin.runs.failures import AttemptResult, RankExit, read_exit
+from hf_fsdp_plugin.runs.exits import earlier_exits
+from hf_fsdp_plugin.runs.failures import AttemptResult
 from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts, assess_attempt, decide_restart
 
 _AGENT_VARIABLE: Final = "TORCHELASTIC_RUN_ID"
@@ -175,8 +173,6 @@ def _short_hash(text: str) -> str:
 
 _MEMORY: Final = "run.json"
 """File in the folder of the run: the :class:`Offer` that the machines agreed on at the begin of its last attempt."""
-_RANK_FILE: Final = re.compile(r"(rank_(\d+))\.\w+")
-_NO_RECORD: Final = {"kind": "exception", "type": "", "frames": [], "traceback": ""}
 _DAMAGED: Final = (OSError, ValueError, KeyError, TypeError, AttributeError)
 """Errors of files that are incomplete, as on a full disk, or gone. They must not end a training."""
 _UNKNOWN: Final = FailedAttempt(failure="an attempt of which no record is left")
@@ -282,8 +278,8 @@ def forget_run(files: RankFiles) -> None:
     """
     folder = files.stem.parent
     with suppress(OSError):
-        for path in (files.hang, files.standstill, files.cause, folder.parent / _MEMORY):
-            path.unlink(missing_ok=True)
+        remove_files(files.stem, of_all=True)
+        (folder.parent / _MEMORY).unlink(missing_ok=True)
         for each in (folder, *folder.parents[:2]):
             each.rmdir()
 
@@ -304,32 +300,10 @@ def _failed_attempts(folder: Path, first: int, known: Restarts, machine: int) ->
         yield from [None] * (attempt_number(path) - number - 1)
         number = attempt_number(path)
         try:
-            exits = _exits(path)
+            exits = earlier_exits(path)
             if not all(each.ended and each.failure is None for each in exits):
                 result = AttemptResult(exits=tuple(exits), hang=FoundHang.read(RankFiles(path / "rank").hang))
                 yield assess_attempt(result, known, machine=machine, seconds=_began(after) - _began(path))
         except _DAMAGED:
             yield None
     yield from [None] * (attempt_number(folder) - number - 1)
-
-
-def _exits(folder: Path) -> list[RankExit]:
-    """Return how the ranks of an attempt have exited, as far as their files show it. No file has their exit codes."""
-    stems = {int(found[2]): found[1] for path in folder.iterdir() if (found := _RANK_FILE.fullmatch(path.name))}
-    return [_exit_of(rank, RankFiles(folder / stem)) for rank, stem in sorted(stems.items())]
-
-
-def _exit_of(rank: int, files: RankFiles) -> RankExit:
-    last = max((path.stat().st_mtime for path in files.stem.parent.glob(f"{files.stem.name}.*")), default=0.0)
-    found = read_exit(rank, files, code=1, time=last)
-    if found.failure is not None:
-        return found
-    if found.ended:
-        return replace(found, code=0)
-    if crash := read_crash(files.stacks):
-        return replace(found, code=-crash)
-    # The stack of a rank that the launcher has ended with SIGTERM is recorded. SIGKILL and os._exit leave nothing.
-    if found.stack:
-        return replace(found, code=-signal.SIGTERM, stopped=True)
-    failure = _NO_RECORD | {"message": "ended without an error record", "time": last}
-    return replace(found, code=-signal.SIGKILL, failure=failure)
