@@ -1,6 +1,6 @@
 """The ranks of this machine in one attempt, from their environment to their end.
 
-A failure takes these steps, which :doc:`docs/failures.md` shows for all launchers: a rank records it, the launcher sees
+A failure takes these steps, which ``docs/failures.md`` shows for all launchers: a rank records it, the launcher sees
 the record or the exit (:meth:`Attempt.is_over`), asks the other ranks for their stacks, and announces it to the other
 machines. It gives its ranks time to fail by themselves, stops them, and reads from their files how each has exited
 (:meth:`Attempt.result`).
