@@ -48,7 +48,6 @@ The launcher and its ranks (``launcher``):
 ``TERM``                5.0  from SIGTERM to SIGKILL after a failure
 ``SAVE``               25.0  the same for a rank that writes a checkpoint, whose handler of SIGTERM waits 20 seconds
 ``GRACE``              30.0  from a signal to the launcher to SIGKILL for its ranks (``--grace``)
-``JOB_GRACE``           3.0  the same for the ranks of ``bench`` and ``check --run``
 ``OUTPUT``              0.2  a thread that reads the output of a rank, until it looks whether the rank has exited
 ====================  =====  ==========================================================================================
 """
@@ -92,5 +91,4 @@ TEARDOWN: Final = 10.0
 TERM: Final = 5.0
 SAVE: Final = 25.0
 GRACE: Final = 30.0
-JOB_GRACE: Final = 3.0
 OUTPUT: Final = 0.2

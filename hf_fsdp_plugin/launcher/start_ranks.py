@@ -14,19 +14,14 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import hf_fsdp_plugin.time_limits as time_limits
 from hf_fsdp_plugin.launcher.attempt import Attempt
-from hf_fsdp_plugin.launcher.rank_environment import RankJob, launch_env, rank_command
+from hf_fsdp_plugin.launcher.rank_environment import RankJob
 from hf_fsdp_plugin.launcher.rendezvous import Rendezvous, RendezvousError, SignalException  # imports torch
-from hf_fsdp_plugin.launcher.world import World
 from hf_fsdp_plugin.runs.failures import AttemptResult, tell_failure
 from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts, assess_attempt, decide_restart
-from hf_fsdp_plugin.sources.environment import LaunchHandover
-from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.torch_private.elastic import AttemptAgent, prepare_torch
 
 
@@ -49,32 +44,6 @@ def run_attempts(job: RankJob, rendezvous: Rendezvous) -> int:
         return 128 + int(stop.sigval)
     finally:
         rendezvous.shutdown()
-
-
-def run_job(
-    words: Sequence[str],
-    spec: FsdpSpec,
-    world: World,
-    handover: LaunchHandover,
-    *,
-    env: Mapping[str, str],
-    should_stop: Callable[[], str | None],
-) -> AttemptResult:
-    """Run a script or a module once on ranks of this machine, with hidden output, and return how they exited.
-
-    Args:
-        words: SCRIPT ARGS or ``-m`` MODULE ARGS.
-        env: variables of the ranks in addition to those of the spec.
-        should_stop: called again and again while the ranks run. Returns why they are stopped; ``None`` if they are not.
-    """
-    job = RankJob(
-        command=rank_command(words),
-        num_local=world.size,
-        env={**launch_env(spec, world, handover), **env},
-        grace=time_limits.JOB_GRACE,
-        should_stop=should_stop,
-    )
-    return run_once(job, Rendezvous(first_restarts(0)))
 
 
 def _run_attempt(job: RankJob, rendezvous: Rendezvous) -> int | None:
