@@ -14,7 +14,7 @@ from hf_fsdp_plugin.backends.loading.shared_weights import exchange
 from hf_fsdp_plugin.backends.ranks.agreement import load_failures
 from hf_fsdp_plugin.backends.ranks.cluster import slurm_variables
 from hf_fsdp_plugin.devices import accelerator_type, select_device
-from hf_fsdp_plugin.integrations import observing, patching, resuming, run_report, torch_functions
+from hf_fsdp_plugin.integrations import observing, patching, resuming, run_report
 from hf_fsdp_plugin.integrations.before_imports import may_be_rank
 from hf_fsdp_plugin.integrations.failure_watch import watch
 from hf_fsdp_plugin.integrations.saving import manager
@@ -61,7 +61,6 @@ def install(
     if session.is_automatic:  # undone, so that the script finds the settings and the environment as without the plugin
         patching.restore_variables()
         session.installed = session.is_automatic = False
-    printer.install_excepthook(torch_functions.add_remedy, watch.failed)
     watch.arm()
     handover = LaunchHandover.from_env(os.environ)
     if handover is not None and handover.quiet:

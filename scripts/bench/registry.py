@@ -67,13 +67,13 @@ BENCHMARKS = (
     Benchmark(name="hang_overhead", code="hangs", quick=f"--pairs 2 {_SMALL_MODEL}"),
     Benchmark(
         name="hangs",
-        code="hangs launcher integrations/failure_watch.py",
+        code="hangs launcher integrations/watch_thread.py",
         minutes=120,
         quick="--kinds sleep skip --versions 2 --ways loop",
     ),
     Benchmark(
         name="hangs_healthy",
-        code="hangs launcher integrations/failure_watch.py",
+        code="hangs launcher integrations/watch_thread.py",
         minutes=90,
         program="-m scripts.bench hangs",
         arguments="--healthy 30",

@@ -69,8 +69,8 @@ def measure(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     watch.arm()
-    assert watch.is_armed
-    calls = watch.files.calls
+    assert watch.armed is not None
+    calls = watch.armed.files.calls
     step, _ = plugin_loop(args, rank)
     block(step, args.warmup)
     before = read_header(calls)
