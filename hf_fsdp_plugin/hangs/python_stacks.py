@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from hf_fsdp_plugin.hangs.calls import Counts, RankCalls
+from hf_fsdp_plugin.state import process
 from hf_fsdp_plugin.text import name_ranks, plural
 
 STACK_SIGNAL: Final = getattr(signal, "SIGRTMAX", 0) - 3 if hasattr(signal, "SIGRTMAX") else None
@@ -226,8 +227,8 @@ class StackFile:
         self._descriptor = None
 
 
-stack_file = StackFile()
-"""The file of this process."""
+stack_file = process.owns(StackFile)
+"""Return the file of this process."""
 
 
 def request_stack(path: Path, pid: int) -> None:

@@ -28,12 +28,12 @@ from typing import Final
 import torch.distributed as dist
 
 import hf_fsdp_plugin.rank_variables as rank_variables
-from hf_fsdp_plugin.backends.ranks.agreement import wait_listeners
+from hf_fsdp_plugin.backends.ranks.agreement import WaitListener
 from hf_fsdp_plugin.backends.ranks.cluster import slurm_variables
 from hf_fsdp_plugin.hangs import hang_queries, process_end, watch_files
 from hf_fsdp_plugin.hangs.calls import RankCalls, read_header, record
 from hf_fsdp_plugin.hangs.hang_watch import HangFinder, found_hang, write_hang
-from hf_fsdp_plugin.hangs.python_stacks import HeldAbort, format_stack, stack_file
+from hf_fsdp_plugin.hangs.python_stacks import HeldAbort, StackFile, format_stack, stack_file
 from hf_fsdp_plugin.hangs.watch_files import FoundHang, Peer, RankFiles, write_if_possible
 from hf_fsdp_plugin.integrations import call_hooks, resuming
 from hf_fsdp_plugin.integrations.before_imports import RANK_VARIABLE, is_rank, may_be_rank, rank_process
@@ -41,6 +41,7 @@ from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.runs import failures
 from hf_fsdp_plugin.runs.identity import attempt_folder, forget_run, identify_run
+from hf_fsdp_plugin.state import process
 from hf_fsdp_plugin.torch_private.functions import flight_record
 
 _PAUSE: Final = 0.5
@@ -131,21 +132,21 @@ class Watch:
                 for path in (files.hang, files.standstill, files.cause):
                     path.unlink(missing_ok=True)
         is_read = self.has_launcher or not is_alone
-        stack_file.open(
+        stack_file().open(
             files.stacks,
             crashes="record" if is_read else "print",
             takes_over=self.has_launcher,
             holds_abort=records and not is_read,
         )
-        session.in_flight_file = files.saving
-        resuming.begin_attempt(files)
+        session().in_flight_file = files.saving
+        resuming.attempt().begin(files)
         # A folder that a user has chosen may outlive the container, and the next attempt reads the record there.
         in_memory = self._is_given or "TMPDIR" not in os.environ
         if records:
             call_hooks.record_calls(files.calls, in_memory=in_memory)
         else:
             with contextlib.suppress(OSError):
-                record.open(files.calls, calls=False, in_memory=in_memory)
+                record().open(files.calls, calls=False, in_memory=in_memory)
         self.follow_thread()
         watch_files.register_rank(self._rank, files)
 
@@ -154,7 +155,7 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="hf_fsdp_watch", daemon=True)
         self._exits = process_end.ExitWatch(exit_seconds, notice=self.notice, fail=self._fail)
         self._sigterm: process_end.HeldSigterm | None = None
-        self._store = hang_queries.JobStore(hang_queries.watch_store, record.beat)
+        self._store = hang_queries.JobStore(hang_queries.watch_store, record().beat)
         self._place = hang_queries.PlaceInStore(self._store, self._rank)
         self._queries = hang_queries.HangQueries()
         self._peers: dict[int, Peer] = {}
@@ -168,8 +169,8 @@ class Watch:
 
     def follow_thread(self) -> None:
         """Take the calling thread as the one that trains, which is not always the main thread of the process."""
-        record.follow_thread()
-        stack_file.follow_thread(threading.current_thread())
+        record().follow_thread()
+        stack_file().follow_thread(threading.current_thread())
 
     def script_ended(self) -> None:
         """Record that the script has ended without an error. The report and the exit follow."""
@@ -256,29 +257,29 @@ class Watch:
             self._thread.join(_STOP_SECONDS)
         return self._store.join(_STOP_SECONDS)
 
-    def disarm(self) -> None:
+    def close(self) -> None:
         """Undo :meth:`arm`, and remove the files of this rank."""
-        resuming.end_attempt()
+        process.end(resuming.ProcessAttempt)
         if not self._is_marked and is_rank():
             os.environ.pop(RANK_VARIABLE, None)
         if not self.is_armed:
             return
         self._stop()
         atexit.unregister(self._at_exit)
-        stack_file.close()
-        wait_listeners.clear()
-        record.close()
+        process.end(StackFile)
+        process.end(WaitListener)
+        record().close()
         if not self._is_given:
             watch_files.remove_files(self.files.stem)
             forget_run(self.files)
-        self._pid, self._failed, session.in_flight_file = 0, None, None
+        self._pid, self._failed, session().in_flight_file = 0, None, None
 
     def _forget(self) -> None:
         """Leave the records to the parent of this forked process."""
         if self._pid:
-            stack_file.close()
-            record.forget()
-            self._pid, session.in_flight_file = 0, None
+            process.end(StackFile)
+            record().forget()
+            self._pid, session().in_flight_file = 0, None
 
     def _run(self) -> None:
         try:
@@ -315,9 +316,9 @@ class Watch:
         if self._last_turn and now - self._last_turn > _FRESH:
             # All processes were suspended, or a call held the interpreter's lock, so the waits do not show a hang.
             self._hold_until, self._hangs = now + self._limit, None
-        record.beat()
-        if stack_file.held_abort is not None and stack_file.held_abort.has_begun():
-            self._abort(stack_file.held_abort)
+        record().beat()
+        if (held_abort := stack_file().held_abort) is not None and held_abort.has_begun():
+            self._abort(held_abort)
         files = self.files
         if files.hang.exists():
             self._exit_after_hang()
@@ -331,12 +332,12 @@ class Watch:
             self._place.poll()
             if now >= self._hold_until:
                 self._look_for_hangs(now)
-        record.beat()
+        record().beat()
         self._last_turn = time.monotonic()
 
     def _abort(self, held: HeldAbort) -> None:
         """Print why native code aborts this process, and end it."""
-        stack_file.record()
+        stack_file().record()
         if cause := failures.cause_of_abort(self._rank, self.files, self._ask_others):
             process_end.write_error_file(cause)
             process_end.print_block(f"hf-fsdp: {cause}")
@@ -428,5 +429,5 @@ def _age(path: Path) -> float:
         return float("inf")
 
 
-watch = Watch()
+watch = process.owns(Watch)
 """The diagnosis of this process."""

@@ -118,7 +118,7 @@ class ExponentialMovingAverage:
     def save(self, folder: Path, index: int = 0) -> None:
         """Write the averages to a folder in the safetensors format, each rank its shards. Collective."""
         self._check_not_applied("saved with the model")
-        manager.save_tensors(self._averages, folder, numbered_from_one(MOVING_AVERAGE, index))
+        manager().save_tensors(self._averages, folder, numbered_from_one(MOVING_AVERAGE, index))
 
     def load(self, checkpoint: Path, index: int = 0, *, verify: bool = True) -> None:
         """Load the averages of a checkpoint. Without averages in it, they begin with the loaded parameters. Collective.

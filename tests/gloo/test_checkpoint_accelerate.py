@@ -44,7 +44,7 @@ def save_and_load(folder: str, before: dict[str, Any], after: dict[str, Any]) ->
     saved = first.accelerator.save_state(folder)
     drawn = torch.rand(3).tolist()
     whole = [first.step(number) for number in (2, 3)]
-    manager.wait()
+    manager().wait()
     second = Loop(**after)
     second.step(9)
     second.accelerator.load_state(folder)
@@ -76,18 +76,18 @@ def save_with_memory(folder: str, system: str, version: int) -> dict[str, Any]:
 
     Returns what is printed, too, and the bytes of the copies in memory.
     """
-    manager.close()  # free the copies of earlier cases
+    manager().close()  # free the copies of earlier cases
     settings = {"version": version, "async_save": True}
     with (
         redirect_stderr(io.StringIO()) as printed,
         mock.patch.object(host_memory, "SYSTEM", Path(system)),
-        mock.patch.object(manager, "_has_warned", False),
+        mock.patch.object(manager(), "_has_warned", False),
     ):
         run = save_and_load(folder, settings, settings)
         again = trained_loop(**settings)
         again.accelerator.save_state(f"{folder}-2")
-    copies = [buffer.numel() for buffer in manager.buffers._memory.values()]
-    manager.close()
+    copies = [buffer.numel() for buffer in manager().buffers._memory.values()]
+    manager().close()
     with torch.device("meta"):
         model = tiny_llama()
     predicted = estimate_memory(plan_of(again.model), model, Workload(micro_batch=1, seq_len=8)).staging_bytes
@@ -153,7 +153,7 @@ def save_named(project: str, **settings: Any) -> dict[str, Any]:
         loop.step(number)
         loop.accelerator.save_state()
         after[number] = loop.weights()
-    manager.wait()
+    manager().wait()
     run = Path(project) / "checkpoints"
     names = sorted(path.name for path in run.iterdir())
     dist.barrier()

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
 from typing import Any, Final, Literal
 
 import torch
@@ -38,6 +37,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hf_fsdp_plugin.backends.torch_types import shard_like
 from hf_fsdp_plugin.plan.names import canonical_name, named_parameters
 from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.state import process
 from hf_fsdp_plugin.torch_private.fsdp1 import flat_units, names_in, original_parameters
 from hf_fsdp_plugin.torch_private.modules import local_tensor
 
@@ -294,7 +294,21 @@ def state_factory(optimizer: Optimizer) -> StateFactory | None:
 
 
 StepCallback = Callable[[Optimizer, Any, Any], None]
-_step_callbacks: Final[dict[object, StepCallback]] = {}
+
+
+class _StepCallbacks(dict[object, StepCallback]):
+    """What is called after each step of every optimizer, by a key of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        register_optimizer_step_post_hook(self._call)
+
+    def _call(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for callback in list(self.values()):
+            callback(optimizer, args, kwargs)
+
+
+_step_callbacks = process.owns(_StepCallbacks, kept=True)
 
 
 def after_each_step(callback: StepCallback) -> Callable[[], None]:
@@ -303,24 +317,13 @@ def after_each_step(callback: StepCallback) -> Callable[[], None]:
     That may be at any time. A handle of torch must not be removed in a step, because torch iterates over the hooks
     themselves: neither by a hook, nor by the finalizer of an object that Python collects meanwhile.
     """
-    _register_step_callbacks()
-    key = object()
-    _step_callbacks[key] = callback
-    return partial(_end_callback, key)
+    key, callbacks = object(), _step_callbacks()
+    callbacks[key] = callback
 
+    def end() -> None:
+        callbacks.pop(key, None)
 
-@cache
-def _register_step_callbacks() -> None:
-    register_optimizer_step_post_hook(_call_step_callbacks)
-
-
-def _call_step_callbacks(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for callback in list(_step_callbacks.values()):
-        callback(optimizer, args, kwargs)
-
-
-def _end_callback(key: object) -> None:
-    _step_callbacks.pop(key, None)
+    return end
 
 
 class _PlainSteps:

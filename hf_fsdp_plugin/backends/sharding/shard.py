@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -28,6 +28,7 @@ from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import canonical_name, named_parameters, unwrapped
 from hf_fsdp_plugin.plan.presharded import sharded_backend
 from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.state import process
 from hf_fsdp_plugin.text import format_names
 from hf_fsdp_plugin.torch_private import fsdp1
 from hf_fsdp_plugin.torch_private.functions import num_changes
@@ -41,10 +42,20 @@ from hf_fsdp_plugin.torch_private.modules import (
 
 PLAN_ATTRIBUTE = "_hf_fsdp_plan"
 """Attribute of a sharded model that contains its plan."""
-sharded_models: Final[WeakSet[nn.Module]] = WeakSet()
-"""The sharded models that are alive. A submodule, or the module in FSDP1's root, has no reference to its model."""
-sharded_optimizers: Final[WeakSet[Optimizer]] = WeakSet()
-"""The optimizers of sharded models that are alive."""
+
+
+class _ShardedModels(WeakSet[nn.Module]):
+    """The sharded models that are alive. A submodule, or the module in FSDP1's root, has no reference to its model."""
+
+
+class _ShardedOptimizers(WeakSet[Optimizer]):
+    """The optimizers of sharded models that are alive."""
+
+
+sharded_models = process.owns(_ShardedModels, kept=True)
+"""Return the sharded models of this process, which ``uninstall()`` leaves sharded."""
+sharded_optimizers = process.owns(_ShardedOptimizers, kept=True)
+"""Return their optimizers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +129,7 @@ def shard(
     watch_unused_parameters(sharded)
     attach_optimizers(detached, sharded)
     setattr(sharded, PLAN_ATTRIBUTE, plan)
-    sharded_models.add(sharded)
+    sharded_models().add(sharded)
     return sharded
 
 
@@ -192,7 +203,7 @@ def locate_module(module: nn.Module) -> ModuleLocation | None:
         return ModuleLocation(module, plan, "")
     if not is_fsdp_managed(module):
         return None
-    named = ((root, name, other) for root in sharded_models for name, other in root.named_modules())
+    named = ((root, name, other) for root in sharded_models() for name, other in root.named_modules())
     root, name = next(((root, name) for root, name, other in named if other is module), (module, ""))
     plan = plan_of(root)
     return ModuleLocation(root, plan, canonical_name(name)) if plan is not None else None

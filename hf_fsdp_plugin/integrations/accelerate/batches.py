@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from hf_fsdp_plugin.integrations.accelerate import private
-from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.integrations.session import current_run
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import plural
@@ -73,7 +73,7 @@ def notice_accumulation(accelerator: Any, optimizer: Optimizer) -> None:
 def batch_facts(accumulation: int, samples_per_step: int | None) -> dict[str, Any]:
     """Return the fields of a manifest's ``batch`` that Accelerators and Trainers share."""
     batch = {"world_size": dist.get_world_size(), "accumulation": accumulation}
-    sizes = {"samples_per_step": samples_per_step, "first_samples_per_step": session.first_samples_per_step}
+    sizes = {"samples_per_step": samples_per_step, "first_samples_per_step": current_run().first_samples_per_step}
     return batch | {name: size for name, size in sizes.items() if size is not None}
 
 

@@ -60,7 +60,7 @@ def raised_everywhere() -> Iterator[None]:
     try:
         yield
     except SpecError as error:
-        load_failures.raise_everywhere(error)
+        load_failures().raise_everywhere(error)
 
 
 def get_shard_files(
@@ -81,7 +81,7 @@ def get_shard_files(
 
 def resolve_files(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Find the files of a model, which may be those of a merged copy of a checkpoint, and read their headers."""
-    load_failures.close()  # this rank tries another load, or the next one
+    load_failures().close()  # this rank tries another load, or the next one
     _read_headers.cache_clear()
     if not has_fsdp_settings():
         return original(*args, **kwargs)
@@ -150,10 +150,10 @@ def save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwar
     Of a model of PEFT, only the weights that PEFT stores are gathered and written: adapters, ``modules_to_save``, and
     embeddings if they are stored.
     """
-    place = None if gathered.paused else locate_module(model)
+    place = None if gathered().paused else locate_module(model)
     if place is None:
         return original(*args, **kwargs)
-    call, answer = bind_call(original, args, kwargs), gathered.state_of(model)
+    call, answer = bind_call(original, args, kwargs), gathered().state_of(model)
     if call.get("distributed_checkpoint"):  # every rank writes its shards to a checkpoint of torch
         with collective_call(call_name("save_pretrained", model), fix=FIX):
             send_buffers(place.root)
@@ -209,7 +209,7 @@ def _write_side_by_side(original: Callable[..., Any], model: Any, place: ModuleL
                         _write(original, model, {**call, "save_directory": str(save.folder)}, {})
                     (save.folder / safetensors_file(HF_MODEL)).unlink(missing_ok=True)
             size = convert_file_size_to_int(call["max_shard_size"])
-            manager.save_model(place.root, save.folder, "full", max_shard_size=size)
+            manager().save_model(place.root, save.folder, "full", max_shard_size=size)
     except CheckpointError as error:
         if any(problem.code != _NOT_SHARED for problem in error.problems):
             raise

@@ -204,7 +204,7 @@ def measured_callback(args: argparse.Namespace, folder: Path, results: dict[str,
 
         def wait(self) -> None:
             """Wait for the save in flight, and until rank 0 has seen it."""
-            manager.wait()
+            manager().wait()
             torch_saves.wait()
             if self.watch is not None:
                 self.watch.join()
@@ -214,7 +214,7 @@ def measured_callback(args: argparse.Namespace, folder: Path, results: dict[str,
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             dist.barrier()
-            self.writing = manager.save_in_flight is not None
+            self.writing = manager().save_in_flight is not None
             self.start = time.perf_counter()
 
         def on_step_end(self, arguments: Any, state: Any, control: Any, **_: Any) -> None:
