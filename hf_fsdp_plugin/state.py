@@ -12,7 +12,7 @@ at the first call::
 newest first, so that the next ``install()`` begins with new ones. A few parts are kept, because what they describe
 outlives the plugin: models stay sharded, and the run of a process counts on.
 
-What belongs to an object of the user or of a library is part of :func:`state_of` of that object. It is found from the
+What belongs to an object of the user or of a library is part of :func:`parts_of` of that object. It is found from the
 object, also through wrappers that forward attributes (``torch.compile``, PEFT), and lives as long as it. Copies and
 pickles of the object have none.
 """
@@ -25,7 +25,7 @@ from contextlib import ExitStack
 from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
-_STATE: Final = "_hf_fsdp_state"
+_PARTS: Final = "_hf_fsdp_parts"
 """Attribute of an object with its :class:`Parts`."""
 
 
@@ -94,20 +94,22 @@ class Process(Parts):
 process = Process()
 
 
-def state_of(owner: Any) -> Parts:
+def parts_of(owner: Any) -> Parts:
     """Return the state of an object, or of the object that it wraps if that has one. Created at the first call."""
-    found = getattr(owner, _STATE, None)
-    return found if isinstance(found, Parts) else begin_state(owner)
+    found = getattr(owner, _PARTS, None)
+    return found if isinstance(found, Parts) else own_parts(owner)
 
 
-def begin_state(owner: Any) -> Parts:
-    """Give an object a state of its own, without parts: the object that it wraps is another one, such as a module."""
-    state = Parts()
-    object.__setattr__(owner, _STATE, state)
-    return state
+def own_parts(owner: Any) -> Parts:
+    """Return the state of an object itself, such as a wrapper that is not the object that it wraps."""
+    found = vars(owner).get(_PARTS)
+    if not isinstance(found, Parts):
+        found = Parts()
+        object.__setattr__(owner, _PARTS, found)
+    return found
 
 
-def part_of(owner: Any, kind: type[T]) -> T | None:
-    """Return a part of the state of an object; ``None`` if it has none. Gives the object no state."""
-    found = getattr(owner, _STATE, None)
+def find_part(owner: Any, kind: type[T]) -> T | None:
+    """Return a part of what :func:`parts_of` returns; ``None`` if there is none. Creates nothing."""
+    found = getattr(owner, _PARTS, None)
     return found.find(kind) if isinstance(found, Parts) else None

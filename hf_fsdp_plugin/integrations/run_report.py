@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import sys
 import weakref
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from hf_fsdp_plugin.observe.observed_run import common_value
 from hf_fsdp_plugin.observe.report import BatchShape, Report
 from hf_fsdp_plugin.observe.report_builder import build_report_of_trained
 from hf_fsdp_plugin.observe.weights import optimizers_of
-from hf_fsdp_plugin.state import process
+from hf_fsdp_plugin.state import find_part, process
 from hf_fsdp_plugin.text import plural
 
 REPORT_NAME = "fsdp_report.json"
@@ -99,8 +99,11 @@ class RunReporter:
             print_once("nothing was sharded: the config enables FSDP, but the script prepared no model.")
 
 
-OUTPUT_DIR = "_hf_fsdp_output_dir"
-"""Attribute of the Accelerator of a Trainer: its output folder, for the report of an evaluation, written at exit."""
+@dataclass(frozen=True, slots=True)
+class OutputFolder:
+    """The output folder of the Trainer of an Accelerator, for the report of an evaluation, written at exit."""
+
+    path: str
 
 
 def track_run(accelerator: Any) -> None:
@@ -143,7 +146,9 @@ def report_run(
     except Exception as error:
         print_once(f"no report: {type(error).__name__}: {error}. The run itself is not affected.")
         return
-    folder = output_dir or getattr(accelerator, OUTPUT_DIR, None) or accelerator.project_dir or "."
+    if not output_dir and (of_trainer := find_part(accelerator, OutputFolder)) is not None:
+        output_dir = of_trainer.path
+    folder = output_dir or accelerator.project_dir or "."
     path = Path(session().report or folder)
     if path.is_dir() or not session().report:
         path /= REPORT_NAME

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.backends.loading.equal_weights import SUM_MODULUS, ParameterMemory, hash_bits, read_together
-from hf_fsdp_plugin.backends.loading.weight_loader import BROADCAST_ATTRIBUTE, BroadcastRecord
+from hf_fsdp_plugin.backends.loading.weight_loader import BroadcastRecord
 from hf_fsdp_plugin.backends.optimizers.parameters import has_parameters_of, is_replicated, parameters_in
 from hf_fsdp_plugin.backends.ranks.agreement import gather_objects, on_all_ranks
 from hf_fsdp_plugin.backends.sharding.forwards import float_outputs
@@ -28,7 +28,7 @@ from hf_fsdp_plugin.backends.sharding.shard import sharded_models
 from hf_fsdp_plugin.observe.units import UnitObservation, unmanaged_parameters
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.state import state_of
+from hf_fsdp_plugin.state import find_part, parts_of
 from hf_fsdp_plugin.text import plural
 from hf_fsdp_plugin.torch_private.functions import current_backward
 from hf_fsdp_plugin.torch_private.modules import buffers, non_persistent_buffers
@@ -86,7 +86,7 @@ def compare_weights(
     Args:
         first_bit_sum: the sum of the bits of this rank's shards at the first forward.
     """
-    record: BroadcastRecord | None = model.__dict__.get(BROADCAST_ATTRIBUTE)
+    record = find_part(model, BroadcastRecord)
     with on_all_ranks("computing checksums of the weights"):
         own = _checksums(model, units)
         bit_sum = None if first_bit_sum is None else int(first_bit_sum)
@@ -360,7 +360,7 @@ class GradientWatch:
         optimizer = self._optimizer()
         if optimizer is None or self._is_done:
             return
-        backward, last = current_backward(), state_of(optimizer).get(_LastBackward)
+        backward, last = current_backward(), parts_of(optimizer).get(_LastBackward)
         if backward is not None and last.number == backward:
             # Gradients are being reduced on FSDP's stream: of another model of the optimizer, whose watch is enough.
             if not self._kept:

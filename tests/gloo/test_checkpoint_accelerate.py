@@ -19,10 +19,12 @@ from safetensors.torch import load_file
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin import host_memory
-from hf_fsdp_plugin.backends.sharding.shard import PLAN_ATTRIBUTE, plan_of
+from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.checkpoint.checking.verify import verify
 from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest
 from hf_fsdp_plugin.integrations.saving import manager
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
+from hf_fsdp_plugin.state import parts_of
 from hf_fsdp_plugin.tools.plan.estimate.memory.peak import estimate_memory
 from hf_fsdp_plugin.tools.plan.estimate.types import Workload
 from tests.support.checkpoint_accelerate_runs import Loop, trained_loop
@@ -187,7 +189,7 @@ def load_with_stock_functions(folder: str, version: int) -> dict[str, Any]:
     if version == 1:
         # Accelerate requests state on the CPU, and FSDP1 crashes with that on CPU ranks.
         plugin.state_dict_config.offload_to_cpu = plugin.optim_state_dict_config.offload_to_cpu = False
-    delattr(second.model, PLAN_ATTRIBUTE)
+    parts_of(second.model)._parts.pop(FsdpPlan)
     for name, arguments in (("load_fsdp_model", ()), ("load_fsdp_optimizer", (second.optimizer.optimizer,))):
         inspect.unwrap(getattr(fsdp_utils, name))(plugin, accelerator, *arguments, second.model, folder)
     return {"whole": whole, "stock": [second.step(number) for number in (2, 3)]}

@@ -50,6 +50,7 @@ from hf_fsdp_plugin.plan.presharded import distributed_config_of
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import with_distributed_config
+from hf_fsdp_plugin.state import parts_of
 from hf_fsdp_plugin.text import format_names
 from hf_fsdp_plugin.torch_private.fsdp1 import flat_shapes
 
@@ -67,7 +68,7 @@ def create_accelerator(original: Callable[[], None], trainer: Any) -> None:
     with attributes_in_block(trainer.args, save_only_model=only_model), in_session:
         original()
     if spec is not None:
-        setattr(trainer.accelerator, run_report.OUTPUT_DIR, trainer.args.output_dir)
+        parts_of(trainer.accelerator).put(run_report.OutputFolder(trainer.args.output_dir))
 
 
 def _spec_of_trainer(trainer: Any) -> FsdpSpec | None:
