@@ -240,7 +240,7 @@ def off_without(
             try:
                 return function(*args, **kwargs)
             except ContractError as error:
-                printer.print_once(off_warning(error))
+                printer().print_once(off_warning(error))
                 return default
 
         return call

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import hf_fsdp_plugin.time_limits as time_limits
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.rank_variables import launched_local_rank, launched_rank
+from hf_fsdp_plugin.state import process
 
 
 def print_error(error: SpecError) -> None:
@@ -60,10 +61,18 @@ class MessagePrinter:
         self._printed.clear()
 
 
-printer = MessagePrinter()
-"""Prints the messages of this process."""
-print_once = printer.print_once
-print_warnings = printer.print_warnings
+printer = process.owns(MessagePrinter)
+"""Return what prints the messages of this process."""
+
+
+def print_once(message: object, *, printed_by_launcher: bool = False) -> None:
+    """Print a message as :meth:`MessagePrinter.print_once` does."""
+    printer().print_once(message, printed_by_launcher=printed_by_launcher)
+
+
+def print_warnings(problems: Iterable[Problem], *, printed_by_launcher: bool = False) -> None:
+    """Print the warnings among ``problems``, each one once."""
+    printer().print_warnings(problems, printed_by_launcher=printed_by_launcher)
 
 
 @contextmanager

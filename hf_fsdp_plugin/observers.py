@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any, Final, Literal
 
 from hf_fsdp_plugin.messages import print_once
+from hf_fsdp_plugin.state import process
 
 VARIABLE: Final = "HF_FSDP_OBSERVERS"
 """Environment variable of the ranks: functions that attach observers, each ``MODULE:FUNCTION``, separated by blanks.
@@ -125,8 +126,8 @@ class Observers:
             return None
 
 
-observers = Observers()
-"""The observers of this process."""
+observers = process.owns(Observers)
+"""Return the observers of this process."""
 
 
 def mark_phase(phase: ObservedPhase) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -135,7 +136,7 @@ def mark_phase(phase: ObservedPhase) -> Callable[[Callable[..., Any]], Callable[
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            with observers.phase(phase):
+            with observers().phase(phase):
                 return function(*args, **kwargs)
 
         return call

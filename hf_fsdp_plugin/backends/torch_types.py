@@ -25,6 +25,7 @@ from hf_fsdp_plugin.axes import (
 )
 from hf_fsdp_plugin.devices import available_device
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, MeshPlan
+from hf_fsdp_plugin.state import process
 from hf_fsdp_plugin.torch_private.functions import (
     flatten_mesh,
     set_timeout,
@@ -91,7 +92,7 @@ def world_mesh(sizes: MeshPlan, device_type: str, *, has_replicas: bool) -> Devi
         axes[CONTEXT_AXIS] = sizes.context
     if sizes.tensor > 1:
         axes[TENSOR_AXIS] = sizes.tensor
-    return _meshes.get(device_type, axes)
+    return _meshes().get(device_type, axes)
 
 
 class _Meshes:
@@ -125,7 +126,7 @@ class _Meshes:
         return mesh
 
 
-_meshes = _Meshes()
+_meshes = process.owns(_Meshes, kept=True)
 
 
 class PinnedWindows:

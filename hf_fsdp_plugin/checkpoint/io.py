@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, NoReturn, Self
 import xxhash
 
 from hf_fsdp_plugin.checkpoint.errors import refuse
+from hf_fsdp_plugin.state import process
 
 PAGE = 4096
 """Alignment in bytes of direct reads and writes, in the file and in memory."""
@@ -296,7 +297,7 @@ class _Memory(threading.local):
         self.block = memoryview(bytearray(_BLOCK))
 
 
-_memory = _Memory()
+_memory = process.owns(_Memory)
 
 
 def hash_bytes(data: Any) -> str:
@@ -312,10 +313,10 @@ def file_blocks(path: Path, start: int = 0, stop: int | None = None) -> Iterator
     with open_for_reading(path) as file:
         while stop is None or start < stop:
             wanted = _BLOCK if stop is None else min(_BLOCK, stop - start)
-            count = os.preadv(file.fileno(), [_memory.block[:wanted]], start)
+            count = os.preadv(file.fileno(), [_memory().block[:wanted]], start)
             if count == 0:
                 break
-            yield _memory.block[:count]
+            yield _memory().block[:count]
             start += count
 
 

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from hf_fsdp_plugin.axes import AXIS_NAMES
 from hf_fsdp_plugin.hangs.mapped_file import make_mapped_file
+from hf_fsdp_plugin.state import process
 from hf_fsdp_plugin.text import format_dtype, short_dtype
 
 if TYPE_CHECKING:  # torch is imported with the first process group; the launcher reads the files without it
@@ -453,8 +454,8 @@ class CallRecord:
             self._words[_FORWARDS] += 1
 
 
-record = CallRecord()
-"""The record of this process."""
+record = process.owns(CallRecord, kept=True)
+"""Return the record of this process. It is kept, because the run of the process counts its steps on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -300,13 +300,13 @@ class PlaceInStore:
 
     def poll(self) -> None:
         now = time.monotonic()
-        stack, position = current_stack(record.main)
+        stack, position = current_stack(record().main)
         if position != self._position:
             self._position, self._since = position, now
             if self._is_written:
                 self._send(None)
         elif not self._is_written and now - self._since >= self._limit:
-            self._send(find_place(stack, record.counts)[1])
+            self._send(find_place(stack, record().counts)[1])
 
     def _send(self, place: str | None) -> None:
         self._is_written = place is not None

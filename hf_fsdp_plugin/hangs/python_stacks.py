@@ -27,6 +27,7 @@ from typing import Any, Final, Literal
 
 import hf_fsdp_plugin.time_limits as time_limits
 from hf_fsdp_plugin.hangs.calls import Counts
+from hf_fsdp_plugin.state import process
 from hf_fsdp_plugin.text import plural
 
 STACK_SIGNAL: Final = getattr(signal, "SIGRTMAX", 0) - 3 if hasattr(signal, "SIGRTMAX") else None
@@ -194,8 +195,8 @@ class StackFile:
         self._descriptor = None
 
 
-stack_file = StackFile()
-"""The file of this process."""
+stack_file = process.owns(StackFile)
+"""Return the file of this process."""
 
 
 def request_stack(path: Path, pid: int) -> None:

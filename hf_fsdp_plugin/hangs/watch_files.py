@@ -247,7 +247,7 @@ class Peer:
     def request_stacks(self) -> None:
         """Make the rank record its stack."""
         if self.pid == os.getpid():
-            stack_file.record()
+            stack_file().record()
         elif not self.is_gone():
             request_stack(self.files.stacks, self.pid)
 

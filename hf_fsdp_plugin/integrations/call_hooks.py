@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.hangs.calls import POINT_TO_POINT, record
 from hf_fsdp_plugin.integrations.hooks import COLLECTIVES
-from hf_fsdp_plugin.integrations.patching import install_hooks
+from hf_fsdp_plugin.integrations.patching import changes
 from hf_fsdp_plugin.observers import ObservedCall, observers
 from hf_fsdp_plugin.torch_private.modules import set_unit_name, unit_name
 
@@ -39,14 +39,14 @@ def record_collective(original: Function) -> Function:
     blocks = name == "monitored_barrier"
 
     def call(group: Any, *args: Any, **kwargs: Any) -> Any:
-        if not record.is_open:
+        if not record().is_open:
             return original(group, *args, **kwargs)
         tensors = args[position] if position is not None and len(args) > position else None
-        number = record.begin(group, operation, tensors)
+        number = record().begin(group, operation, tensors)
         if blocks:
             return _waiting(number, original, group, *args, **kwargs)
         work = original(group, *args, **kwargs)
-        record.started(work, number)
+        record().started(work, number)
         return work
 
     return call
@@ -57,15 +57,15 @@ def record_message(original: Function) -> Function:
     name = original.__name__
 
     def call(group: Any, *args: Any, **kwargs: Any) -> Any:
-        if not record.is_open:
+        if not record().is_open:
             return original(group, *args, **kwargs)
         import torch.distributed
 
         peer = torch.distributed.get_global_rank(group, args[1])
         operation = f"{name} {'to' if name == 'send' else 'from'} rank {peer}"
-        number = record.begin_named(POINT_TO_POINT, operation, peer)
+        number = record().begin_named(POINT_TO_POINT, operation, peer)
         work = original(group, *args, **kwargs)
-        record.started(work, number)
+        record().started(work, number)
         return work
 
     return call
@@ -75,10 +75,10 @@ def record_wait(original: Function) -> Function:
     """Record that this rank waits for a ``Work``, and call the observers."""
 
     def call(work: Any, *args: Any, **kwargs: Any) -> Any:
-        with observers.call("wait"):
-            if not record.is_open:
+        with observers().call("wait"):
+            if not record().is_open:
                 return original(work, *args, **kwargs)
-            return _waiting(record.position_of(work), original, work, *args, **kwargs)
+            return _waiting(record().position_of(work), original, work, *args, **kwargs)
 
     return call
 
@@ -90,7 +90,7 @@ def record_functional(original: Function) -> Function:
         import torch
 
         resolved = original(group, *args, **kwargs)
-        if not torch.compiler.is_compiling() and record.is_open:
+        if not torch.compiler.is_compiling() and record().is_open:
             _record_caller(inspect.currentframe(), resolved)
         return resolved
 
@@ -109,7 +109,7 @@ def _record_caller(frame: Any, resolved: Any) -> None:
 
     if (group := resolve_group(resolved)) is not None:
         variables = caller.f_locals
-        record.begin(group, operation, variables.get("self", variables.get("inputs")))
+        record().begin(group, operation, variables.get("self", variables.get("inputs")))
 
 
 def wait_tensor(original: Function) -> Function:
@@ -118,9 +118,9 @@ def wait_tensor(original: Function) -> Function:
     def call(tensor: Any) -> Any:
         import torch
 
-        if torch.compiler.is_compiling() or not record.is_open:
+        if torch.compiler.is_compiling() or not record().is_open:
             return original(tensor)
-        return _waiting(record.last, original, tensor)
+        return _waiting(record().last, original, tensor)
 
     return call
 
@@ -134,7 +134,7 @@ def gather_of_unit(original: Function, kind: ObservedCall = "gather") -> Functio
     """Record, and tell the observers, for which FSDP1 unit a function of its state gathers parameters."""
 
     def call(state: Any, unit: Any, *args: Any, **kwargs: Any) -> Any:
-        with observers.call(kind, unit):
+        with observers().call(kind, unit):
             return _of_unit(unit, original, state, unit, *args, **kwargs)
 
     return call
@@ -146,22 +146,22 @@ def reduction_of_unit(original: Function) -> Function:
 
 
 def _of_unit(unit: Any, original: Function, *args: Any, **kwargs: Any) -> Any:
-    if not record.is_open:
+    if not record().is_open:
         return original(*args, **kwargs)
-    before = record.unit
-    record.unit = unit_name(unit)
+    before = record().unit
+    record().unit = unit_name(unit)
     try:
         return original(*args, **kwargs)
     finally:
-        record.unit = before
+        record().unit = before
 
 
 def _waiting(number: int, original: Function, *args: Any, **kwargs: Any) -> Any:
-    record.waits(number)
+    record().waits(number)
     try:
         return original(*args, **kwargs)
     finally:
-        record.waited()
+        record().waited()
 
 
 if TYPE_CHECKING:  # the launcher imports this module without torch
@@ -174,12 +174,12 @@ def record_calls(path: Path, *, in_memory: bool = False) -> None:
     Args:
         in_memory: whether the file may be lost with the container (see ``hangs.mapped_file``).
     """
-    from hf_fsdp_plugin.backends.ranks.agreement import wait_listeners
+    from hf_fsdp_plugin.backends.ranks.agreement import wait_listener
 
     with contextlib.suppress(OSError):
-        record.open(path, in_memory=in_memory)
-        wait_listeners[:] = [record.on_arrival]
-        install_hooks("calls", "hangs")
+        record().open(path, in_memory=in_memory)
+        wait_listener().notify = record().on_arrival
+        changes().install("calls", "hangs")
 
 
 def name_units(model: nn.Module) -> None:
@@ -187,7 +187,7 @@ def name_units(model: nn.Module) -> None:
 
     FSDP2's units know the names of their modules only from the first forward on, FSDP1's never do.
     """
-    if record.is_open:
+    if record().is_open:
         from hf_fsdp_plugin.observe.units import observe_units
 
         for unit in observe_units(model):

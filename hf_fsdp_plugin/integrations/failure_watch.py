@@ -16,11 +16,11 @@ from pathlib import Path
 from types import TracebackType
 
 import hf_fsdp_plugin.rank_variables as rank_variables
-from hf_fsdp_plugin.backends.ranks.agreement import wait_listeners
+from hf_fsdp_plugin.backends.ranks.agreement import WaitListener
 from hf_fsdp_plugin.backends.ranks.cluster import slurm_variables
 from hf_fsdp_plugin.hangs import process_end, watch_files
 from hf_fsdp_plugin.hangs.calls import record
-from hf_fsdp_plugin.hangs.python_stacks import stack_file
+from hf_fsdp_plugin.hangs.python_stacks import StackFile, stack_file
 from hf_fsdp_plugin.hangs.watch_files import RankFiles, write_if_possible
 from hf_fsdp_plugin.integrations import call_hooks, resuming
 from hf_fsdp_plugin.integrations.before_imports import RANK_VARIABLE, is_rank, may_be_rank, rank_process
@@ -30,6 +30,7 @@ from hf_fsdp_plugin.integrations.watch_thread import WatchThread
 from hf_fsdp_plugin.messages import print_error
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.runs.identity import attempt_folder, forget_run, identify_run
+from hf_fsdp_plugin.state import process
 
 
 class Watch:
@@ -113,28 +114,28 @@ class Watch:
                 # The first rank. An earlier run, or the ranks before a change of the number of machines, had this name.
                 watch_files.remove_files(files.stem, of_all=True)
         is_read = own.has_launcher or not is_alone
-        stack_file.open(
+        stack_file().open(
             files.stacks,
             crashes="record" if is_read else "print",
             takes_over=own.has_launcher,
             holds_abort=records and not is_read,
         )
-        session.in_flight_file = files.saving
-        resuming.begin_attempt(files)
+        session().in_flight_file = files.saving
+        resuming.attempt().begin(files)
         # A folder that a user has chosen may outlive the container, and the next attempt reads the record there.
         in_memory = own.has_launcher or "TMPDIR" not in os.environ
         if records:
             call_hooks.record_calls(files.calls, in_memory=in_memory)
         else:
             with contextlib.suppress(OSError):
-                record.open(files.calls, calls=False, in_memory=in_memory)
+                record().open(files.calls, calls=False, in_memory=in_memory)
         self.follow_thread()
         watch_files.register_rank(own.rank, files)
 
     def follow_thread(self) -> None:
         """Take the calling thread as the one that trains, which is not always the main thread of the process."""
-        record.follow_thread()
-        stack_file.follow_thread(threading.current_thread())
+        record().follow_thread()
+        stack_file().follow_thread(threading.current_thread())
 
     def _excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Record the exception that ends the script, and print a ``SpecError`` without a traceback."""
@@ -189,9 +190,9 @@ class Watch:
             self._thread.stop()
         self._thread = None
 
-    def disarm(self) -> None:
+    def close(self) -> None:
         """Undo :meth:`arm`, and remove the files of this rank."""
-        resuming.end_attempt()
+        process.end(resuming.ProcessAttempt)
         if self._previous_hook is not None and sys.excepthook == self._excepthook:
             sys.excepthook = self._previous_hook
         self._previous_hook = None
@@ -202,21 +203,21 @@ class Watch:
             return
         self._stop()
         atexit.unregister(self._at_exit)
-        stack_file.close()
-        wait_listeners.clear()
-        record.close()
+        process.end(StackFile)
+        process.end(WaitListener)
+        record().close()
         if not own.has_launcher:
             watch_files.remove_files(own.files.stem)
             forget_run(own.files)
-        self._pid, self._failed, session.in_flight_file = 0, None, None
+        self._pid, self._failed, session().in_flight_file = 0, None, None
 
     def _forget(self) -> None:
         """Leave the records to the parent of this forked process."""
         if self._pid:
-            stack_file.close()
-            record.forget()
-            self._pid, session.in_flight_file = 0, None
+            process.end(StackFile)
+            record().forget()
+            self._pid, session().in_flight_file = 0, None
 
 
-watch = Watch()
+watch = process.owns(Watch)
 """The diagnosis of this process."""

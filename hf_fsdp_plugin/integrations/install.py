@@ -11,22 +11,20 @@ from dataclasses import replace
 from typing import Any
 
 from hf_fsdp_plugin.backends.loading.shared_weights import exchange
-from hf_fsdp_plugin.backends.ranks.agreement import load_failures
 from hf_fsdp_plugin.backends.ranks.cluster import slurm_variables
 from hf_fsdp_plugin.devices import accelerator_type, select_device
 from hf_fsdp_plugin.integrations import observing, patching, resuming, run_report
 from hf_fsdp_plugin.integrations.before_imports import may_be_rank
 from hf_fsdp_plugin.integrations.failure_watch import watch
-from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import printer
-from hf_fsdp_plugin.observers import observers
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.rank_variables import launched_world_size
 from hf_fsdp_plugin.sources.environment import LaunchHandover, absolute_path, variables_without_torchrun
 from hf_fsdp_plugin.sources.interface import Sources, config_of
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.rules import mesh_variables
+from hf_fsdp_plugin.state import process
 from hf_fsdp_plugin.supported import untested_versions
 from hf_fsdp_plugin.text import shorten
 
@@ -57,16 +55,17 @@ def install(
     Raises:
         SpecError: any source has an error. The exception contains all problems of all sources.
     """
-    session.defer(None)
-    if session.is_automatic:  # undone, so that the script finds the settings and the environment as without the plugin
-        patching.restore_variables()
-        session.installed = session.is_automatic = False
-    watch.arm()
+    state, changes = session(), patching.changes()
+    state.defer(None)
+    if state.is_automatic:  # undone, so that the script finds the settings and the environment as without the plugin
+        changes.restore_variables()
+        state.installed = state.is_automatic = False
+    watch().arm()
     handover = LaunchHandover.from_env(os.environ)
     if handover is not None and handover.quiet:
-        printer.quiet = True
+        printer().quiet = True
     # The arguments complete the sources and the options of an earlier `install`, or else those of the launcher.
-    before: Any = session if session.installed else handover
+    before: Any = state if state.installed else handover
     given = before.sources if before else Sources(environ=variables_without_torchrun(os.environ), as_launched=True)
     sources = replace(
         given,
@@ -78,32 +77,32 @@ def install(
     if before and None not in (given.config, sources.config) and _name(given.config) != _name(sources.config):
         message = f"install() was called with {_name(sources.config)}, which replaces {_name(given.config)}."
         fix = "Pass one config to the launcher or to install(). Single values are overridden with overrides=."
-        printer.print_once(Problem(code="FSDP-W648", message=message, fix=fix))
+        printer().print_once(Problem(code="FSDP-W648", message=message, fix=fix))
     report = absolute_path(report) or getattr(before, "report", None)
     report_table = report_table or getattr(before, "report_table", False)
-    spec = session.begin(sources, report=report, report_table=report_table)
-    printer.print_warnings(spec.problems, printed_by_launcher=handover is not None)
+    spec = state.begin(sources, report=report, report_table=report_table)
+    printer().print_warnings(spec.problems, printed_by_launcher=handover is not None)
     if newer := untested_versions():
         message = f"newer than the tested versions: {', '.join(newer)}."
-        printer.print_once(Problem(code="FSDP-W622", message=message, fix="`hf-fsdp doctor` shows what changed."))
-    patching.install_hooks("accelerate", "transformers", "loading")
+        printer().print_once(Problem(code="FSDP-W622", message=message, fix="`hf-fsdp doctor` shows what changed."))
+    changes.install("accelerate", "transformers", "loading")
     # The session has read the environment by now, so variables that are set here are not settings of the user.
-    patching.set_variables(**slurm_variables(os.environ))
-    resuming.begin_attempt()
+    changes.set_variables(**slurm_variables(os.environ))
+    resuming.attempt().begin()
     if "PYTORCH_NVML_BASED_CUDA_CHECK" not in os.environ:
         # Otherwise torch initializes CUDA to look for GPUs, and processes that are forked later cannot use it.
-        patching.set_variables(PYTORCH_NVML_BASED_CUDA_CHECK="1")
+        changes.set_variables(PYTORCH_NVML_BASED_CUDA_CHECK="1")
     cpu = spec.launch.use_cpu or accelerator_type() == "cpu"
     # Processes that a rank has spawned inherit its variables, and import its script again.
     is_child = "RANK" in os.environ and not may_be_rank(os.environ)
     if "RANK" in os.environ and cpu:
         # Otherwise Accelerate creates no process group on CPU ranks of other launchers.
-        patching.set_variables(ACCELERATE_USE_CPU="true")
+        changes.set_variables(ACCELERATE_USE_CPU="true")
     elif "LOCAL_RANK" in os.environ and not cpu and not is_child:
         # Libraries that quantize place a model on the current device, also before the first Accelerator.
         select_device(int(os.environ["LOCAL_RANK"]))
-    if session.ambient is not None:
-        patching.set_variables(**mesh_variables(spec, launched_world_size()) if "RANK" in os.environ else {})
+    if state.ambient is not None:
+        changes.set_variables(**mesh_variables(spec, launched_world_size()) if "RANK" in os.environ else {})
         patching.set_loading_variables(spec)
         if spec.loading.ram_efficient and "RANK" in os.environ and not is_child:
             from accelerate import PartialState
@@ -112,9 +111,9 @@ def install(
             # time-out is applied when a script gives one.
             PartialState(cpu=cpu)
     if not is_child:
-        run_report.start_reporting()
+        process.get(run_report.RunReporter)
     observing.attach_named(spec)
-    return session.ambient
+    return state.ambient
 
 
 def _name(config: Any) -> str:
@@ -128,13 +127,5 @@ def uninstall() -> None:
     Collective if a checkpoint is being written in the background: the call waits for it. Existing models, Accelerators
     and Trainers keep their plan, and the process group remains.
     """
-    watch.disarm()
-    observers.close()
-    manager.close()
     exchange.close()
-    load_failures.close()
-    run_report.stop_reporting()
-    session.close()
-    patching.remove_hooks()
-    patching.restore_variables()
-    printer.close()
+    process.close()

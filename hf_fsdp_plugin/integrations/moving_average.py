@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,9 +23,11 @@ from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.state import find_part, parts_of
 
-_ATTRIBUTE: Final = "_hf_fsdp_moving_averages"
-"""Attribute of a sharded model: weak references to its averages, in the order of their creation."""
+
+class _Averages(list["weakref.ref[ExponentialMovingAverage]"]):
+    """Weak references to the averages of a sharded model, in the order of their creation."""
 
 
 class ExponentialMovingAverage:
@@ -62,8 +64,8 @@ class ExponentialMovingAverage:
         self.decay, self._place = decay, place
         self.is_applied = False
         self.reset()
-        known = [reference for reference in getattr(place.root, _ATTRIBUTE, ()) if reference() is not None]
-        setattr(place.root, _ATTRIBUTE, [*known, weakref.ref(self)])
+        averages = parts_of(place.root).get(_Averages)
+        averages[:] = [*(reference for reference in averages if reference() is not None), weakref.ref(self)]
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -118,7 +120,7 @@ class ExponentialMovingAverage:
     def save(self, folder: Path, index: int = 0) -> None:
         """Write the averages to a folder in the safetensors format, each rank its shards. Collective."""
         self._check_not_applied("saved with the model")
-        manager.save_tensors(self._averages, folder, numbered_from_one(MOVING_AVERAGE, index))
+        manager().save_tensors(self._averages, folder, numbered_from_one(MOVING_AVERAGE, index))
 
     def load(self, checkpoint: Path, index: int = 0, *, verify: bool = True) -> None:
         """Load the averages of a checkpoint. Without averages in it, they begin with the loaded parameters. Collective.
@@ -178,7 +180,7 @@ def _copy(source: ModelShards, into: ModelShards) -> None:
 
 def _averages_of(models: Iterable[nn.Module]) -> Iterator[tuple[int, ExponentialMovingAverage]]:
     """Return the averages of sharded models that exist, with their numbers in a checkpoint."""
-    averages = (reference() for model in models for reference in getattr(model, _ATTRIBUTE, ()))
+    averages = (reference() for model in models for reference in find_part(model, _Averages) or ())
     return enumerate(average for average in averages if average is not None)
 
 

@@ -9,20 +9,20 @@ from contextlib import contextmanager
 from typing import Any
 
 from hf_fsdp_plugin.backends.optimizers.parameters import after_each_step
-from hf_fsdp_plugin.integrations.patching import install_hooks
+from hf_fsdp_plugin.integrations.patching import changes
 from hf_fsdp_plugin.observers import VARIABLE, Observer, observers
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 
 
 def attach(observer: Observer) -> Callable[[], None]:
     """Call an observer from now on. Returns the function that ends that."""
-    install_hooks("calls", "phases")
-    end_steps = after_each_step(lambda optimizer, *_: observers.notify_one(observer, "step_ended", optimizer))
-    observers.add(observer)
+    changes().install("calls", "phases")
+    end_steps = after_each_step(lambda optimizer, *_: observers().notify_one(observer, "step_ended", optimizer))
+    observers().add(observer)
 
     def detach() -> None:
         end_steps()
-        observers.remove(observer)
+        observers().remove(observer)
 
     return detach
 
@@ -40,12 +40,12 @@ def observed_run() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        observers.notify("run_ended", error)
+        observers().notify("run_ended", error)
         raise
-    observers.notify("run_ended", None)
+    observers().notify("run_ended", None)
 
 
 def backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a backward pass as a phase: the replacement of ``torch.autograd.backward``."""
-    with observers.phase("backward"):
+    with observers().phase("backward"):
         return original(*args, **kwargs)

@@ -23,6 +23,7 @@ from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spellings import TRUE_WORDS
+from hf_fsdp_plugin.state import process
 from hf_fsdp_plugin.torch_private.modules import entries_in_block
 
 _OVERRIDDEN: Final = "_hf_fsdp_overridden_class"
@@ -141,6 +142,11 @@ class ProcessChanges:
         _set_or_remove(self.variables)
         self.variables.clear()
 
+    def close(self) -> None:
+        """Restore functions and variables."""
+        self.remove()
+        self.restore_variables()
+
 
 def _replacing_attribute(hook: Hook, owner: Any, original: Any, installed: list[Hook]) -> Any:
     """Return the attribute in place of ``original``: it calls the replacement if FSDP is asked for, or always.
@@ -157,9 +163,10 @@ def _replacing_attribute(hook: Hook, owner: Any, original: Any, installed: list[
 
     @functools.wraps(function)
     def replacing(*args: Any, **kwargs: Any) -> Any:
-        if session.waits_for_call:
-            session.start_deferred()
-        if not installed or not (always or session.is_active()):
+        settings = session()
+        if settings.waits_for_call:
+            settings.start_deferred()
+        if not installed or not (always or settings.is_active()):
             return function(*args, **kwargs)
         if is_method and not args:  # torch binds methods with functools.partial(method, self=module)
             args = (kwargs.pop("self"),)
@@ -205,9 +212,8 @@ def _define_new(owner: Any) -> None:
     owner.__new__ = staticmethod(new)
 
 
-_changes = ProcessChanges()
-install_hooks, install_in_subclass, remove_hooks = _changes.install, _changes.install_in_subclass, _changes.remove
-set_variables, restore_variables = _changes.set_variables, _changes.restore_variables
+changes = process.owns(ProcessChanges)
+"""Return what is changed in this process."""
 
 T = TypeVar("T", bound=type)
 
@@ -263,20 +269,20 @@ def _set_or_remove(variables: Mapping[str, str | None]) -> None:
 
 def set_loading_variables(spec: FsdpSpec) -> None:
     """Set whether ``from_pretrained``, which reads environment variables only, loads RAM-efficiently."""
-    set_variables(**{_RAM_EFFICIENT: str(spec.loading.ram_efficient).lower()})
+    changes().set_variables(**{_RAM_EFFICIENT: str(spec.loading.ram_efficient).lower()})
     if spec.loading.ram_efficient:
-        set_variables(ACCELERATE_USE_FSDP="true")
-    install_hooks("loading")
+        changes().set_variables(ACCELERATE_USE_FSDP="true")
+    changes().install("loading")
 
 
 def has_fsdp_settings() -> bool:
     """Return whether this process has read FSDP settings, so that ``from_pretrained`` loads a model for them."""
-    return _RAM_EFFICIENT in _changes.variables or loads_ram_efficiently()
+    return _RAM_EFFICIENT in changes().variables or loads_ram_efficiently()
 
 
 def loading_ram_efficiently() -> AbstractContextManager[None]:
     """Load RAM-efficiently in the block, whatever the settings are."""
-    install_hooks("loading")
+    changes().install("loading")
     return entries_in_block(dict.fromkeys(_EFFICIENT, "true"), os.environ)
 
 

@@ -32,12 +32,13 @@ from hf_fsdp_plugin.hangs.watch_files import RankFiles
 from hf_fsdp_plugin.integrations.accelerate.batches import samples_problem
 from hf_fsdp_plugin.integrations.deepspeed import engine_state, warn_missing_state
 from hf_fsdp_plugin.integrations.saving import manager
-from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.integrations.session import current_run
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.problems import CheckpointError, Problem, SpecError
 from hf_fsdp_plugin.rank_variables import launched_world_size, variable_number
 from hf_fsdp_plugin.runs import identity as runs
 from hf_fsdp_plugin.runs.restart_policy import Restarts
+from hf_fsdp_plugin.state import process
 from hf_fsdp_plugin.text import plural
 
 T = TypeVar("T")
@@ -53,10 +54,6 @@ class ProcessAttempt:
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self._environ = environ
         self._is_lowest = environ.get("LOCAL_RANK", "0") == "0"  # the lowest rank of its machine
-        self.end()
-
-    def end(self) -> None:
-        """Forget the attempt: the plugin is uninstalled in this process, and may be installed again."""
         self._identity = runs.RunIdentity()
         self._has_begun = self._is_open = False
         self._folder: Path | None = None
@@ -71,18 +68,18 @@ class ProcessAttempt:
         if self._has_begun and files is None:
             return
         self._has_begun = True
-        identity = session.identity = self._identity = runs.identify_run(self._environ, tuple(sys.argv))
+        identity = current_run().identity = self._identity = runs.identify_run(self._environ, tuple(sys.argv))
         if files is not None:
             with suppress(OSError, ValueError):
-                session.restarts = Restarts.from_json(json.loads(files.restarts.read_text()))
+                current_run().restarts = Restarts.from_json(json.loads(files.restarts.read_text()))
                 return
             self._folder = files.stem.parent
         if identity.id:
-            session.restarts = Restarts(run_id=identity.id, max_restarts=identity.max_restarts)
+            current_run().restarts = Restarts(run_id=identity.id, max_restarts=identity.max_restarts)
             self._is_open = True
 
     def agree(self, call: str) -> None:
-        """Complete ``session.restarts`` with what the machines know. Collective, at the first call.
+        """Complete ``restarts`` of the run with what the machines know. Collective, at the first call.
 
         Args:
             call: the collective call that needs it, for the message about ranks that do not make it.
@@ -92,7 +89,7 @@ class ProcessAttempt:
         """
         self.begin()
         if self._is_open and dist.is_initialized():
-            agreement.load_failures.close()  # this rank continues, even if a load failed
+            agreement.load_failures().close()  # this rank continues, even if a load failed
             with agreement.collective_preparation(call):
                 number = variable_number(self._environ, "GROUP_RANK", variable_number(self._environ, "SLURM_NODEID"))
                 offers = agreement.gather_objects(
@@ -102,17 +99,17 @@ class ProcessAttempt:
                 )
                 agreed = runs.merge_offers([offer for offer in offers if offer is not None])
             self._is_open = False
-            session.restarts, self._refusal = agreed.known, agreed.known.refusal
+            current_run().restarts, self._refusal = agreed.known, agreed.known.refusal
             if self._folder is not None and self._is_lowest:
                 runs.remember_run(self._folder, agreed, self._identity.attempt)
-            if session.restarts.count:
-                print_once(f"{session.restarts.title}: {session.restarts.last_failure}")
+            if current_run().restarts.count:
+                print_once(f"{current_run().restarts.title}: {current_run().restarts.last_failure}")
         if self._refusal is not None:
             raise SpecError([self._refusal])
 
 
-_attempt = ProcessAttempt()
-begin_attempt, agree_on_attempt, end_attempt = _attempt.begin, _attempt.agree, _attempt.end
+attempt = process.owns(ProcessAttempt)
+"""Return the attempt of this process."""
 
 
 def find_checkpoint(
@@ -175,7 +172,7 @@ def newest_checkpoint(folder: str | os.PathLike[str], *, this_run: bool = False)
         message = "newest_checkpoint was called before the process group exists."
         fix = "Call it on all ranks, after the Accelerator has been created."
         raise SpecError([Problem(code="FSDP-E718", message=message, fix=fix)])
-    agree_on_attempt("newest_checkpoint")
+    attempt().agree("newest_checkpoint")
     return _select_on_rank_0(lambda: _last_saved(Path(folder), "", this_run=this_run))
 
 
@@ -187,19 +184,20 @@ def checkpoint_after_restart(folder: Path, prefix: str) -> Path | None:
     """
     if not is_started_again():
         return None
-    found = _select_on_rank_0(lambda: _last_saved(folder, prefix, this_run=True, training=session.num_trainings))
-    attempt = session.restarts.title if session.restarts.count else f"run {session.restarts.run_id}"
+    found = _select_on_rank_0(lambda: _last_saved(folder, prefix, this_run=True, training=current_run().num_trainings))
+    restarts = current_run().restarts
+    title = restarts.title if restarts.count else f"run {restarts.run_id}"
     if found is not None:
-        print_once(f"{attempt}: resuming from {found}, the newest complete checkpoint of this run.")
-    elif session.restarts.count:
+        print_once(f"{title}: resuming from {found}, the newest complete checkpoint of this run.")
+    elif restarts.count:
         found_none = f"{folder} has no complete checkpoint of this run"
-        print_once(f"{attempt}: {found_none}: training begins as on the first start.")
+        print_once(f"{title}: {found_none}: training begins as on the first start.")
     return found
 
 
 def _select_on_rank_0(select: Callable[[], Path | None]) -> Path | None:
     """Let rank 0, which asks for the files of the checkpoints, select one for all ranks. Collective."""
-    manager.wait()  # selecting removes the staging folders of interrupted saves
+    manager().wait()  # selecting removes the staging folders of interrupted saves
     selected = on_rank_0(select)
     if selected is not None:
         with agreement.on_all_ranks("looking for a checkpoint"):
@@ -262,15 +260,15 @@ def _first_complete(paths: Iterable[Path]) -> Path | None:
 
 def run_fact() -> dict[str, Any]:
     """Return the field ``run`` of the manifest of a checkpoint that is written now; empty without an identity."""
-    if not session.restarts.run_id:
+    if not current_run().restarts.run_id:
         return {}
-    run = {"id": session.restarts.run_id, "steps": record.counts.total, "training": session.num_trainings}
-    return run | ({"job": session.identity.job} if session.identity.job else {})
+    run = {"id": current_run().restarts.run_id, "steps": record().counts.total, "training": current_run().num_trainings}
+    return run | ({"job": current_run().identity.job} if current_run().identity.job else {})
 
 
 def is_started_again() -> bool:
     """Return whether this run may have written checkpoints before this process, which has agreed on its attempt."""
-    return bool(session.restarts.count) or session.identity.may_have_checkpoints
+    return bool(current_run().restarts.count) or current_run().identity.may_have_checkpoints
 
 
 def continue_run(path: Path) -> dict[str, Any]:
@@ -289,14 +287,14 @@ def continue_run(path: Path) -> dict[str, Any]:
         return _run_steps(manifest), manifest.batch
 
     steps, batch = on_rank_0(read)
-    if steps > record.counts.total:  # otherwise the script goes back to an earlier checkpoint by itself
-        record.resume_at(steps)
-    session.first_samples_per_step = batch.get("first_samples_per_step", batch.get("samples_per_step"))
+    if steps > record().counts.total:  # otherwise the script goes back to an earlier checkpoint by itself
+        record().resume_at(steps)
+    current_run().first_samples_per_step = batch.get("first_samples_per_step", batch.get("samples_per_step"))
     return batch
 
 
 def _is_of_this_run(manifest: Manifest, training: int | None) -> bool:
-    run_id, job = session.restarts.run_id, session.identity.requeued
+    run_id, job = current_run().restarts.run_id, current_run().identity.requeued
     is_own = bool(run_id) and manifest.run.get("id") == run_id
     # A job that was requeued has other agents of torch, so that its run has another id.
     is_own |= bool(job) and manifest.run.get("job") == job

@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import sys
 import weakref
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from hf_fsdp_plugin.checkpoint.formats.known_formats import stored_state_dict_ty
 from hf_fsdp_plugin.hangs.calls import record
 from hf_fsdp_plugin.integrations.accelerate import private
 from hf_fsdp_plugin.integrations.saving import manager
-from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.integrations.session import current_run, session
 from hf_fsdp_plugin.integrations.transformers.private import is_trainer, train_batch_size
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.observe.first_step import record_first_step
@@ -26,6 +26,7 @@ from hf_fsdp_plugin.observe.observed_run import common_value
 from hf_fsdp_plugin.observe.report import BatchShape, Report
 from hf_fsdp_plugin.observe.report_builder import build_report_of_trained
 from hf_fsdp_plugin.observe.weights import optimizers_of
+from hf_fsdp_plugin.state import find_part, process
 from hf_fsdp_plugin.text import plural
 
 REPORT_NAME = "fsdp_report.json"
@@ -33,6 +34,8 @@ REPORT_NAME = "fsdp_report.json"
 
 class RunReporter:
     """Reports the runs of this process at exit, except runs that ``end_training`` or the Trainer has reported.
+
+    ``install()`` creates it. It is ended after a failure, too.
 
     The newest accelerator is kept alive until its run is reported, because many scripts create it in a function and
     return without ``end_training``. An older one is not, because its model may have been deleted to free memory. The
@@ -92,33 +95,21 @@ class RunReporter:
                 "Call accelerator.end_training() while it does."
             )
         self._newest = None
-        if session.ambient is not None and not self._has_prepared:
+        if session().ambient is not None and not self._has_prepared:
             print_once("nothing was sharded: the config enables FSDP, but the script prepared no model.")
 
 
-_reporter: RunReporter | None = None
-OUTPUT_DIR = "_hf_fsdp_output_dir"
-"""Attribute of the Accelerator of a Trainer: its output folder, for the report of an evaluation, written at exit."""
+@dataclass(frozen=True, slots=True)
+class OutputFolder:
+    """The output folder of the Trainer of an Accelerator, for the report of an evaluation, written at exit."""
 
-
-def start_reporting() -> None:
-    """Create the reporter of this process if it does not exist."""
-    global _reporter
-    _reporter = _reporter or RunReporter()
-
-
-def stop_reporting() -> None:
-    """Close the reporter of this process, after a failure or to undo :func:`start_reporting`."""
-    global _reporter
-    if _reporter is not None:
-        _reporter.close()
-    _reporter = None
+    path: str
 
 
 def track_run(accelerator: Any) -> None:
     """Record the first step of an accelerator's models for the report. Call it after each ``prepare``."""
-    if _reporter is not None:
-        _reporter.add_prepared(accelerator)
+    if (reporter := process.find(RunReporter)) is not None:
+        reporter.add_prepared(accelerator)
     for model in private.prepared_models(accelerator):
         if plan_of(model) is not None:
             record_first_step(model, *optimizers_of(model, private.prepared_optimizers(accelerator)))
@@ -138,30 +129,33 @@ def report_run(
             directory.
         batch, checkpoint: see :func:`report_accelerator`.
     """
+    reporter = process.find(RunReporter)
     if not any(plan_of(model) is not None for model in private.prepared_models(accelerator)):
-        if _reporter is not None and _reporter.awaits(accelerator):
-            _reporter.add_reported(accelerator)
+        if reporter is not None and reporter.awaits(accelerator):
+            reporter.add_reported(accelerator)
             print_once(
                 "no report: the prepared model was released before the end of the run, by free_memory(), which a "
                 "Trainer calls before each training. Call accelerator.end_training() before it."
             )
         return
-    manager.wait()
-    if _reporter is not None:
-        _reporter.add_reported(accelerator)
+    manager().wait()
+    if reporter is not None:
+        reporter.add_reported(accelerator)
     try:
         report = report_accelerator(accelerator, batch=batch, checkpoint=checkpoint)
     except Exception as error:
         print_once(f"no report: {type(error).__name__}: {error}. The run itself is not affected.")
         return
-    folder = output_dir or getattr(accelerator, OUTPUT_DIR, None) or accelerator.project_dir or "."
-    path = Path(session.report or folder)
-    if path.is_dir() or not session.report:
+    if not output_dir and (of_trainer := find_part(accelerator, OutputFolder)) is not None:
+        output_dir = of_trainer.path
+    folder = output_dir or accelerator.project_dir or "."
+    path = Path(session().report or folder)
+    if path.is_dir() or not session().report:
         path /= REPORT_NAME
     try:
         if (written := report.write(path)) is not None:
             text = f"{report}\n\nreport: {written}"
-            if not session.report_table:
+            if not session().report_table:
                 text = f"{report.summary()}\nreport: {written} (--report_table prints its tables)"
             with contextlib.suppress(OSError):  # stdout may be a pipe whose reader (head, less) has exited
                 print(f"\n{text}", flush=True)
@@ -207,7 +201,7 @@ def report_accelerator(accelerator: Any, *, batch: BatchShape | None = None, che
     """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     models = private.prepared_models(accelerator)
-    kinds: set[Any] = {kind for model in models for kind in manager.saved_kinds.get(model, ())}
+    kinds: set[Any] = {kind for model in models for kind in manager().saved_kinds.get(model, ())}
     kinds.add(stored_state_dict_type(checkpoint) if checkpoint is not None else None)
     report = build_report_of_trained(
         [*models, *getattr(plugin, "evaluated_models", ())],
@@ -216,10 +210,10 @@ def report_accelerator(accelerator: Any, *, batch: BatchShape | None = None, che
         state_dict=common_value(sorted(filter(None, kinds))) or getattr(plugin, "state_dict_kind", None),
         state_dict_reason=getattr(plugin, "state_dict_reason", ""),
         saved_asynchronously=next(
-            (each for each in map(manager.saved_asynchronously.get, models) if each is not None), None
+            (each for each in map(manager().saved_asynchronously.get, models) if each is not None), None
         ),
     )
-    return replace(report, restarts=session.restarts, steps_before=record.counts.before)
+    return replace(report, restarts=current_run().restarts, steps_before=record().counts.before)
 
 
 def _loader_batch(accelerator: Any) -> BatchShape | None:

@@ -33,18 +33,24 @@ from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.observe.first_step import warn_added
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.spec.fsdp_spec import StateDictKind
+from hf_fsdp_plugin.state import process
 
 _HF_WEIGHTS: Final = re.compile(rf"{HF_MODEL}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?")
 
-manager = CheckpointManager(in_flight_file=lambda: session.in_flight_file, check_model=warn_added)
-"""Writes the checkpoints of every Accelerator and Trainer in this process."""
+
+def _create_manager() -> CheckpointManager:
+    return CheckpointManager(in_flight_file=lambda: session().in_flight_file, check_model=warn_added)
+
+
+manager = process.owns(_create_manager)
+"""Return what writes the checkpoints of every Accelerator and Trainer in this process."""
 
 
 @contextmanager
 def exporting(model: nn.Module, folder: Path, *, step: int | None = None) -> Iterator[Any]:
     """Add the files that the block writes for a model, for ``from_pretrained``, to a folder. Collective."""
     manifest = partial(manifest_of, model, "full", step=step, batch={})
-    with manager.saving(folder, manifest, into=True, after=partial(remove_stale_weights, folder)) as save:
+    with manager().saving(folder, manifest, into=True, after=partial(remove_stale_weights, folder)) as save:
         yield save
 
 
@@ -79,7 +85,7 @@ def prepare_buffers_after_first_step(accelerator: Any, kind: StateDictKind) -> N
         models = [model for model in prepared_models(accelerator) if plan_of(model) is not None]
         optimizers = [wrapper.optimizer for wrapper in prepared_optimizers(accelerator)]
         owners = [(owner_of(optimizer, models), optimizer) for optimizer in optimizers]
-        manager.prepare_buffers(models, [(owner, each) for owner, each in owners if owner is not None], kind)
+        manager().prepare_buffers(models, [(owner, each) for owner, each in owners if owner is not None], kind)
 
     prepared_optimizers(accelerator)[-1].optimizer.register_step_post_hook(prepare)
 
@@ -125,8 +131,8 @@ class GatheredModels:
         return part_of(self._state, place) if place is not None and place.root is self._root else None
 
 
-gathered = GatheredModels()
-"""The gathered states of this process."""
+gathered = process.owns(GatheredModels)
+"""Return the gathered states of this process."""
 
 
 def _refuse_forward(module: nn.Module, args: Any) -> None:
@@ -177,11 +183,11 @@ def call_on_rank_0(original: Callable[..., Any], model: Any, *args: Any, **kwarg
     Returns:
         Rank 0's result, on all ranks.
     """
-    place = None if gathered.paused or gathered.state_of(model) is not None else locate_module(model)
+    place = None if gathered().paused or gathered().state_of(model) is not None else locate_module(model)
     if place is None:
         return original(*args, **kwargs)
     name = getattr(original, "func", original).__name__
     with collective_call(call_name(name, model), fix="Call it on all ranks; rank 0 writes or uploads the model."):
-        with gathered.on_rank_0(place) as writes, on_all_ranks(f"running {name}"):
+        with gathered().on_rank_0(place) as writes, on_all_ranks(f"running {name}"):
             result = original(*args, **kwargs) if writes else None
         return gather_objects(result)[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -18,6 +19,7 @@ from hf_fsdp_plugin.sources.environment import locate_config
 from hf_fsdp_plugin.sources.interface import Sources
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess
+from hf_fsdp_plugin.state import process
 from hf_fsdp_plugin.torch_private.modules import entries_in_block
 
 T = TypeVar("T")
@@ -33,6 +35,21 @@ def context_in_block(variable: ContextVar[T], value: T) -> Iterator[None]:
         yield
     finally:
         variable.reset(token)
+
+
+class OuterCalls(threading.local):
+    """What a call passes to replaced functions that a library calls inside of it, in the same thread.
+
+    Attributes:
+        sequences_are_divided: the ranks of a context axis have parts of each sequence.
+        allows_pickles: the ``load_state`` that is running was called with ``load_kwargs={"weights_only": False}``.
+    """
+
+    sequences_are_divided = allows_pickles = False
+
+
+outer_calls = process.owns(OuterCalls)
+"""Return what the calls that are running have passed on."""
 
 
 def attributes_in_block(owner: Any, **attributes: Any) -> AbstractContextManager[None]:
@@ -54,11 +71,6 @@ class Session:
         ambient: the spec of the sources; ``None`` if they do not enable FSDP.
         trainer_spec: the spec of the Trainer that is creating an Accelerator, from its arguments; ``None`` otherwise.
         group_timeout: the time-out of the ``TrainingArguments`` that are being created; ``None`` otherwise.
-        identity: the run of this process, from the variables of its launcher.
-        restarts: the failed attempts of the run. Under launchers that do not pass them on, ``integrations.resuming``
-            adds them when the process group exists.
-        num_trainings: number of calls of the Trainer's ``train`` so far.
-        first_samples_per_step: samples of an optimizer step in the first attempt of the run, after a restart.
         in_flight_file: path of a file that exists while a checkpoint is written in the background, for the launcher.
         early_group: the process group that was started without a time-out, by ``install`` or by ``PartialState()``.
     """
@@ -69,20 +81,11 @@ class Session:
         self.trainer_spec: FsdpSpec | None = None
         self.group_timeout: timedelta | None = None
         self.in_flight_file: Path | None = None
-        self.identity = RunIdentity()
-        self.restarts = Restarts()
-        self.num_trainings = 0
-        self.first_samples_per_step: int | None = None
-        self.close()
-
-    def close(self) -> None:
-        """End the session, and restore the state before ``install``."""
         self.installed = self.report_table = self.uses_fsdp = self.is_automatic = False
         self.sources = self._located = Sources(environ={})
         self.report: str | None = None
         self.ambient: FsdpSpec | None = None
         self.early_group: Any = None
-        self._of_arguments.clear()
         self.defer(None)
 
     def begin(self, sources: Sources, *, report: str | None = None, report_table: bool = False) -> FsdpSpec:
@@ -138,7 +141,7 @@ class Session:
         if self.uses_fsdp:
             return True
         shard = sys.modules.get("hf_fsdp_plugin.backends.sharding.shard")  # which imports torch
-        return shard is not None and bool(shard.sharded_models)
+        return shard is not None and bool(shard.sharded_models())
 
     def remember(self, arguments: Any, spec: FsdpSpec) -> None:
         """Keep the spec of a ``TrainingArguments`` for the Trainer that will be created with it."""
@@ -149,5 +152,27 @@ class Session:
         return self._of_arguments.get(id(arguments))
 
 
-session = Session()
-"""The session of this process."""
+session = process.owns(Session)
+"""Return the session of this process."""
+
+
+class CurrentRun:
+    """The run of this process. ``uninstall`` does not end it: later checkpoints of the process are of the same run.
+
+    Attributes:
+        identity: which run it is, from the variables of its launcher.
+        restarts: the failed attempts of the run. Under launchers that do not pass them on, ``integrations.resuming``
+            adds them when the process group exists.
+        num_trainings: number of calls of the Trainer's ``train`` so far.
+        first_samples_per_step: samples of an optimizer step in the first attempt of the run, after a restart.
+    """
+
+    def __init__(self) -> None:
+        self.identity = RunIdentity()
+        self.restarts = Restarts()
+        self.num_trainings = 0
+        self.first_samples_per_step: int | None = None
+
+
+current_run = process.owns(CurrentRun, kept=True)
+"""Return the run of this process."""

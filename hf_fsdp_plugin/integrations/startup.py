@@ -10,10 +10,17 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from types import ModuleType
 from typing import Final
 
-from hf_fsdp_plugin.integrations import before_imports
+from hf_fsdp_plugin.integrations.before_imports import (
+    RANK_VARIABLE,
+    ImportCallbacks,
+    is_rank,
+    may_be_rank,
+    rank_process,
+)
 
 _LAUNCHERS: Final = (
     *("accelerate", "accelerate-launch", "hf-fsdp", "torchrun"),
@@ -21,20 +28,20 @@ _LAUNCHERS: Final = (
     *("torch.distributed.launch", "torch.distributed.run"),
 )
 """Programs and modules that start ranks. A cluster may have set the variables of a rank for them."""
-_imports = before_imports.ImportCallbacks()
 
 
 def start() -> None:
     """Wait for the first import of Accelerate or Transformers if this process is a rank of a stock launcher."""
-    if _imports in sys.meta_path:  # Python reads the files of a virtual environment twice
-        return
+    if any(isinstance(finder, ImportCallbacks) for finder in sys.meta_path):
+        return  # Python reads the files of a virtual environment twice
     program = _program()
-    if program in _LAUNCHERS or sys.flags.ignore_environment or not before_imports.may_be_rank(os.environ):
+    if program in _LAUNCHERS or sys.flags.ignore_environment or not may_be_rank(os.environ):
         return
-    os.environ[before_imports.RANK_VARIABLE] = before_imports.rank_process(os.environ)
+    os.environ[RANK_VARIABLE] = rank_process(os.environ)
     if program.partition(".")[0] != "hf_fsdp_plugin":  # modules of this package call install() themselves
-        _imports.add("accelerate", _install_hooks)
-        _imports.add("transformers", _install_hooks)
+        imports = ImportCallbacks()
+        for library in ("accelerate", "transformers"):
+            imports.add(library, partial(_install_hooks, imports))
 
 
 def _program() -> str:
@@ -50,24 +57,24 @@ def _program() -> str:
     return ""
 
 
-def _install_hooks(module: ModuleType) -> None:
-    _imports.close()
-    if not before_imports.is_rank():
+def _install_hooks(imports: ImportCallbacks, module: ModuleType) -> None:
+    imports.close()
+    if not is_rank():
         return
     from hf_fsdp_plugin.integrations import patching
     from hf_fsdp_plugin.integrations.session import session
 
     launched_with_fsdp = patching.is_true("ACCELERATE_USE_FSDP")
-    patching.install_hooks("accelerate", "transformers")
+    patching.changes().install("accelerate", "transformers")
     if launched_with_fsdp:
-        patching.install_hooks("loading")  # a script may load its model before anything else
-    session.defer(_install, until_call=launched_with_fsdp)
+        patching.changes().install("loading")  # a script may load its model before anything else
+    session().defer(_install, until_call=launched_with_fsdp)
 
 
 def _install() -> None:
-    if before_imports.is_rank():
+    if is_rank():
         from hf_fsdp_plugin.integrations.install import install
         from hf_fsdp_plugin.integrations.session import session
 
         install()
-        session.is_automatic = True
+        session().is_automatic = True

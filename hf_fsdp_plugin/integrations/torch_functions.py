@@ -61,7 +61,7 @@ def state_dict(original: Callable[..., Any], module: nn.Module, *args: Any, **kw
     if args or kwargs.get("destination") is not None or not is_fsdp_managed(module):
         return original(*args, **kwargs)
     prefix = kwargs.get("prefix", "")
-    answer = gathered.state_of(module)
+    answer = gathered().state_of(module)
     if answer is not None:
         return OrderedDict((prefix + name, tensor) for name, tensor in answer.items())
     place = locate_module(module)
@@ -140,10 +140,10 @@ def _with_gathered_weights(function: str, obj: Any, *, keep: bool = True, dtenso
     """
     # The models are searched only if necessary: pickle calls torch.save for each tensor that ranks send each other.
     tensors = (tensor for _, tensor in _named_tensors(obj, _is_written_as_it_is))
-    has_dtensors = bool(sharded_models) and any(isinstance(tensor, DTensor) for tensor in tensors)
+    has_dtensors = bool(sharded_models()) and any(isinstance(tensor, DTensor) for tensor in tensors)
     meshes = {
         parameter.device_mesh
-        for model in (sharded_models if has_dtensors else ())
+        for model in (sharded_models() if has_dtensors else ())
         for parameter in model.parameters()
         if isinstance(parameter, DTensor)
     }
@@ -196,7 +196,7 @@ def _check_no_shards(function: str, obj: Any, *, dtensors: bool = False) -> None
     Args:
         dtensors: whether to refuse the ``DTensor`` objects of a single rank too.
     """
-    tensors = [*_named_tensors(obj)] if sharded_models else []
+    tensors = [*_named_tensors(obj)] if sharded_models() else []
     storages = flat_storages() if tensors else set()
     if found := [
         name for name, tensor in tensors if is_shard(tensor, storages) or (dtensors and isinstance(tensor, DTensor))
@@ -221,7 +221,7 @@ def is_shard(tensor: torch.Tensor, flat_storages: set[int]) -> bool:
 
 def _flat_units() -> list[tuple[Any, Any]]:
     """Return the units of FSDP1 that have parameters, in all sharded models, with their flat parameters."""
-    return [pair for model in sharded_models for pair in fsdp1.flat_units(model)]
+    return [pair for model in sharded_models() for pair in fsdp1.flat_units(model)]
 
 
 def flat_storages() -> set[int]:
@@ -233,7 +233,7 @@ def flat_storages() -> set[int]:
         if group is not None and group.size() > 1:
             storages.add(fsdp1.local_shard(flat).untyped_storage().data_ptr())
             parameters.update(map(id, fsdp1.parameter_objects(flat)))
-    for optimizer in sharded_optimizers if parameters else ():
+    for optimizer in sharded_optimizers() if parameters else ():
         for state in (state for parameter, state in optimizer.state.items() if id(parameter) in parameters):
             for value in state.values():
                 if isinstance(value, torch.Tensor) and value.dim() and value.layout == torch.strided:
@@ -276,10 +276,10 @@ def clip_grad_norm_(
     if not any(fsdp1.is_flattened(parameter) for parameter in parameters):
         return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     if error_if_nonfinite:
-        total = clip_grad_norm(sharded_models, parameters, float("inf"), float(norm_type))
+        total = clip_grad_norm(sharded_models(), parameters, float("inf"), float(norm_type))
         if not torch.isfinite(total):
             raise RuntimeError(f"the norm of the gradients is {total.item()}, and error_if_nonfinite=True.")
-    return clip_grad_norm(sharded_models, parameters, float(max_norm), float(norm_type))
+    return clip_grad_norm(sharded_models(), parameters, float(max_norm), float(norm_type))
 
 
 def get_total_norm(original: Callable[..., torch.Tensor], tensors: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -289,7 +289,7 @@ def get_total_norm(original: Callable[..., torch.Tensor], tensors: Any, *args: A
         SpecError: the result would be the norm of one rank's shards.
     """
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    check_whole_gradients(sharded_models, tensors)
+    check_whole_gradients(sharded_models(), tensors)
     return original(tensors, *args, **kwargs)
 
 
@@ -307,7 +307,7 @@ def add_remedy(error: BaseException) -> None:
 
     Python prints it after the error. The tensors are found in the frames of the traceback.
     """
-    if not isinstance(error, RuntimeError) or getattr(error, "__notes__", None) or not sharded_models:
+    if not isinstance(error, RuntimeError) or getattr(error, "__notes__", None) or not sharded_models():
         return
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     callers = [frame.f_locals.get("self") for frame in frames]
@@ -332,7 +332,7 @@ def _unit_not_called(callers: list[nn.Module]) -> nn.Module | None:
     The root unit is gathered in any call.
     """
     module = callers[-1]
-    root = next((model for model in sharded_models if any(inner is module for inner in model.modules())), None)
+    root = next((model for model in sharded_models() if any(inner is module for inner in model.modules())), None)
     inner_units = [unit for unit in root.modules() if unit is not root] if root is not None else []
     units = [unit for unit in inner_units if isinstance(unit, (FSDP, FSDPModule)) and module in set(unit.modules())]
     return units[-1] if units and not any(unit in callers for unit in units) else None

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from hf_fsdp_plugin.state import find_part, parts_of
 from hf_fsdp_plugin.torch_private.fsdp2 import convert_shards, local_changes
 from hf_fsdp_plugin.torch_private.modules import casts_itself, parameters
 
-_REFRESH: Final = "_hf_fsdp_refresh_scales"
-"""Attribute of a model whose weights are gathered in fp8: the function that computes their scales again."""
+
+@dataclass(frozen=True, slots=True)
+class _Scales:
+    """Computes the scales again of a model whose weights are gathered in fp8."""
+
+    refresh: Callable[..., None]
 
 
 def casting_weights(model: nn.Module) -> dict[str, Any]:
@@ -71,7 +77,7 @@ def _keep_scales(model: nn.Module, modules: Sequence[Any]) -> None:
             refresh()
 
     model.register_forward_pre_hook(refresh_if_changed, prepend=True)  # before FSDP2's own hook
-    setattr(model, _REFRESH, refresh)
+    parts_of(model).put(_Scales(refresh))
 
 
 def refresh_scales_after_steps(optimizer: Optimizer, model: nn.Module) -> None:
@@ -79,5 +85,5 @@ def refresh_scales_after_steps(optimizer: Optimizer, model: nn.Module) -> None:
 
     torch does not count the changes by fused optimizers.
     """
-    if (refresh := getattr(model, _REFRESH, None)) is not None:
-        optimizer.register_step_post_hook(refresh)
+    if (scales := find_part(model, _Scales)) is not None:
+        optimizer.register_step_post_hook(scales.refresh)

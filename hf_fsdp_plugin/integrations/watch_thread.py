@@ -40,7 +40,7 @@ class WatchThread:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hf_fsdp_watch", daemon=True)
         self._exits = process_end.ExitWatch(own.exit_limit, notice=own.notice, fail=own.record_problem)
-        self._store = JobStore(watch_store, record.beat)
+        self._store = JobStore(watch_store, record().beat)
         self._place = PlaceInStore(self._store, own.rank)
         self._queries = HangQueries()
         self._peers: dict[int, Peer] = {}
@@ -88,11 +88,11 @@ class WatchThread:
         if self._last_turn and now - self._last_turn > time_limits.FRESH:
             # All processes were suspended, or a call held the interpreter's lock, so the waits do not show a hang.
             self._hold_until, self._hangs = now + self._own.hang_limit, None
-        record.beat()
-        if stack_file.held_abort is not None and stack_file.held_abort.has_begun():
-            stack_file.record()
+        record().beat()
+        if (held := stack_file().held_abort) is not None and held.has_begun():
+            stack_file().record()
             self._own.tell_abort()
-            stack_file.held_abort.end()
+            held.end()
         if files.hang.exists():
             self._own.exit_after_hang()
         if files.standstill.exists() and not self._has_stood_still:
@@ -105,7 +105,7 @@ class WatchThread:
             self._place.poll()
             if now >= self._hold_until:
                 self._look_for_hangs(now)
-        record.beat()
+        record().beat()
         self._last_turn = time.monotonic()
 
     def _look_for_hangs(self, now: float) -> None:

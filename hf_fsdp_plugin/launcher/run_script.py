@@ -25,6 +25,7 @@ from hf_fsdp_plugin.hangs.process_end import is_failure
 from hf_fsdp_plugin.launcher.flags import LaunchArguments
 from hf_fsdp_plugin.problems import SpecError, UsageError
 from hf_fsdp_plugin.rank_variables import FILES_VARIABLE, launched_local_rank
+from hf_fsdp_plugin.state import process
 
 
 def main() -> None:
@@ -48,7 +49,7 @@ def run_rank(script: str, args: Sequence[str], *, module: bool = False, **option
     from hf_fsdp_plugin.integrations.failure_watch import watch
 
     try:
-        watch.arm()
+        watch().arm()
         hf_fsdp_plugin.install(**options)
         gc.freeze()  # what is imported stays, so that the script's collections need not search it either
         gc.enable()
@@ -58,18 +59,18 @@ def run_rank(script: str, args: Sequence[str], *, module: bool = False, **option
             run(script, args, module=module)
     except BaseException as error:
         if not is_failure(error):
-            watch.script_ended()
+            watch().script_ended()
             raise
-        from hf_fsdp_plugin.integrations.run_report import stop_reporting
+        from hf_fsdp_plugin.integrations.run_report import RunReporter
 
-        stop_reporting()
-        watch.failed(error)
-        if watch.has_launcher and isinstance(error, SpecError):
+        process.end(RunReporter)
+        watch().failed(error)
+        if watch().has_launcher and isinstance(error, SpecError):
             raise SystemExit(1) from None
-        if watch.has_launcher and not isinstance(error, SystemExit):
+        if watch().has_launcher and not isinstance(error, SystemExit):
             sys.excepthook = _without_stderr(sys.excepthook)
         raise
-    watch.script_ended()
+    watch().script_ended()
 
 
 def run(script: str, args: Sequence[str], *, module: bool = False) -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_fsdp_plugin.backends.loading.equal_weights import sum_bits
-from hf_fsdp_plugin.backends.loading.weight_loader import BROADCAST_ATTRIBUTE
+from hf_fsdp_plugin.backends.loading.weight_loader import BroadcastRecord
 from hf_fsdp_plugin.backends.optimizers.parameters import (
     after_each_step,
     has_parameters_of,
@@ -35,11 +35,10 @@ from hf_fsdp_plugin.observe.units import checkpoints_natively, gradient_bytes, o
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, torch_dtype
 from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
 from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.state import find_part, parts_of
 from hf_fsdp_plugin.text import format_names, plural
 from hf_fsdp_plugin.torch_private.functions import in_backward, tree_leaves
 from hf_fsdp_plugin.torch_private.modules import calls_compiled
-
-_ATTRIBUTE = "_hf_fsdp_first_step"
 
 
 class Recomputation:
@@ -252,10 +251,10 @@ def record_first_step(model: nn.Module, *optimizers: Any) -> FirstStep:
 
     Call it after the model is sharded, and again for each further optimizer.
     """
-    if _ATTRIBUTE not in model.__dict__:
-        model.__dict__[_ATTRIBUTE] = FirstStep(unsharded=_unsharded_parameters(model))
-        _observe_forward(model, model.__dict__[_ATTRIBUTE])
-    first_step: FirstStep = model.__dict__[_ATTRIBUTE]
+    if (first_step := find_part(model, FirstStep)) is None:
+        first_step = FirstStep(unsharded=_unsharded_parameters(model))
+        parts_of(model).put(first_step)
+        _observe_forward(model, first_step)
     plan = plan_of(model)
     # FSDP1 copies offloaded gradients to the same host memory in each step, and shows this memory before it does. So
     # when a backward begins, parameters have the gradients of the last step again, although they were zeroed.
@@ -332,7 +331,7 @@ def _observe_forward(model: nn.Module, first_step: FirstStep) -> None:
             first_step.first_bit_sum = sum_bits(part for unit in observe_units(model) for part in unit.live.parts)
             first_handle.remove()
 
-    record = model.__dict__.get(BROADCAST_ATTRIBUTE)
+    record = find_part(model, BroadcastRecord)
     if record is not None and record.num_tensors + record.num_from_files:
         first_handle = model.register_forward_pre_hook(before_first_forward)
         if calls_compiled(model):
@@ -369,7 +368,7 @@ def _observe_forward(model: nn.Module, first_step: FirstStep) -> None:
 
 def recorded_first_step(model: nn.Module) -> FirstStep:
     """Return the recorded facts of a model; an empty record if :func:`record_first_step` was not called."""
-    return model.__dict__.get(_ATTRIBUTE) or FirstStep()
+    return find_part(model, FirstStep) or FirstStep()
 
 
 def _is_simple(value: Any) -> bool:

@@ -18,9 +18,10 @@ from hf_fsdp_plugin.observe.observed_run import (
 )
 from hf_fsdp_plugin.observe.units import UnitObservation, dtype_name, unmanaged_parameters
 from hf_fsdp_plugin.plan.names import canonical_name, is_inside
+from hf_fsdp_plugin.state import find_part
 from hf_fsdp_plugin.strategies import STRATEGIES, strategy_of
 from hf_fsdp_plugin.text import format_dtype, format_names
-from hf_fsdp_plugin.torch_private.context_parallel import CONTEXT_MESH, context_exchange
+from hf_fsdp_plugin.torch_private.context_parallel import ContextMesh, context_exchange
 
 
 def read_strategy(run: ObservedRun) -> ObservedValue:
@@ -84,8 +85,8 @@ def read_mesh_shard(run: ObservedRun) -> ObservedValue:
 def axis_size(run: ObservedRun, axis: str) -> int:
     """Return the size of a model axis on the meshes of the live model; 1 if they do not have it."""
     if axis == "context":
-        mesh = run.model.__dict__.get(CONTEXT_MESH)
-        return mesh.size() if mesh is not None else 1
+        context = find_part(run.model, ContextMesh)
+        return context.mesh.size() if context is not None else 1
     return max((unit.live.known("axes", {}).get(MODEL_AXES[axis], 1) for unit in run.units), default=1)
 
 

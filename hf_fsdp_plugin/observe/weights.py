@@ -13,14 +13,14 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.backends.loading.equal_weights import SUM_MODULUS, ParameterMemory, hash_bits, read_together
-from hf_fsdp_plugin.backends.loading.weight_loader import BROADCAST_ATTRIBUTE, BroadcastRecord
+from hf_fsdp_plugin.backends.loading.weight_loader import BroadcastRecord
 from hf_fsdp_plugin.backends.optimizers.parameters import has_parameters_of, is_replicated, parameters_in
 from hf_fsdp_plugin.backends.ranks.agreement import gather_objects, on_all_ranks
 from hf_fsdp_plugin.backends.sharding.forwards import float_outputs
@@ -28,6 +28,7 @@ from hf_fsdp_plugin.backends.sharding.shard import sharded_models
 from hf_fsdp_plugin.observe.units import UnitObservation, unmanaged_parameters
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.state import find_part, parts_of
 from hf_fsdp_plugin.text import plural
 from hf_fsdp_plugin.torch_private.functions import current_backward
 from hf_fsdp_plugin.torch_private.modules import buffers, non_persistent_buffers
@@ -85,7 +86,7 @@ def compare_weights(
     Args:
         first_bit_sum: the sum of the bits of this rank's shards at the first forward.
     """
-    record: BroadcastRecord | None = model.__dict__.get(BROADCAST_ATTRIBUTE)
+    record = find_part(model, BroadcastRecord)
     with on_all_ranks("computing checksums of the weights"):
         own = _checksums(model, units)
         bit_sum = None if first_bit_sum is None else int(first_bit_sum)
@@ -314,7 +315,7 @@ def check_shared(
 
 def num_of_sharded_models(parameters: Sequence[torch.Tensor]) -> int:
     """Return how many of the parameters belong to any sharded model. This rank may have no gradients of its shards."""
-    known = {id(parameter) for model in sharded_models for parameter in model.parameters()} if parameters else ()
+    known = {id(parameter) for model in sharded_models() for parameter in model.parameters()} if parameters else ()
     return sum(id(parameter) in known for parameter in parameters)
 
 
@@ -325,8 +326,11 @@ def call_in_backward(outputs: Sequence[torch.Tensor], hook: Callable[[torch.Tens
         first.register_hook(hook)
 
 
-_last_backward = WeakKeyDictionary[torch.optim.Optimizer, int]()
-"""The number of the last backward that has begun for a model of an optimizer."""
+@dataclass
+class _LastBackward:
+    """The number of the last backward that has begun for a model of an optimizer."""
+
+    number: int = -1
 
 
 class GradientWatch:
@@ -356,15 +360,15 @@ class GradientWatch:
         optimizer = self._optimizer()
         if optimizer is None or self._is_done:
             return
-        backward = current_backward()
-        if backward is not None and _last_backward.get(optimizer) == backward:
+        backward, last = current_backward(), parts_of(optimizer).get(_LastBackward)
+        if backward is not None and last.number == backward:
             # Gradients are being reduced on FSDP's stream: of another model of the optimizer, whose watch is enough.
             if not self._kept:
                 self._is_done = True
                 self._forward_handle.remove()
             return
         if backward is not None:
-            _last_backward[optimizer] = backward
+            last.number = backward
         self._kept.append(_norms(optimizer))
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -8,9 +8,11 @@ them. The handlers here have the interface of torch's own, and use the same ring
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.contracts import contracts_of, guard_functions, import_target
@@ -27,10 +29,15 @@ CONTRACTS = (
     *contracts_of("torch._ops:OpOverload", "refused", _USE, "_schema"),
     *contracts_of("torch:ops.aten", "refused", _USE, f"{_FORWARD}.default", f"{_BACKWARD}.default"),
 )  # fmt: skip
-CONTEXT_MESH: Final = "_hf_fsdp_context_mesh"
-"""Attribute of a model whose attention is divided: the mesh of the ranks that divide each sequence."""
 _SEQUENCE_DIM: Final = 2
 """Dimension of the sequence in queries, keys and values: (batch, heads, sequence, head size)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContextMesh:
+    """The mesh of the ranks that divide each sequence. Part of the state of a model whose attention is divided."""
+
+    mesh: DeviceMesh
 
 
 def add_cpu_attention() -> None:

@@ -156,8 +156,8 @@ def counted(
     for name, module in model.named_modules():
         if sizes.get("ep", 1) > 1 and name.endswith("mlp.gate"):
             module.register_forward_hook(lambda router, args, output: balanced(output, experts))
-    assert session.ambient is not None
-    accelerator = hfp.accelerator(session.ambient)
+    assert session().ambient is not None
+    accelerator = hfp.accelerator(session().ambient)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     counter, cp = CollectiveCounter(), sizes.get("cp", 1)
     for step in range(2):
@@ -343,8 +343,8 @@ def refused(folder: str, sizes: Sizes, *, build: bool = False, **arguments: Any)
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
         else:
             model = AutoModelForCausalLM.from_pretrained(folder, **arguments)
-        assert session.ambient is not None
-        hfp.accelerator(session.ambient).prepare(model)
+        assert session().ambient is not None
+        hfp.accelerator(session().ambient).prepare(model)
     except SpecError as error:
         return [problem.code for problem in error.problems if problem.severity == "error"]
     return []

@@ -83,7 +83,7 @@ def save_in_every_way(folder: str, version: int) -> dict[str, Any]:
         for kind in ("full", "sharded", "local"):
             accelerator.state.fsdp_plugin.set_state_dict_type(kind)
             accelerator.save_state(f"{folder}/{kind}")
-            manager.wait()
+            manager().wait()
     if dist.get_rank() == 0:
         saved["save_model"] = load_file(f"{folder}/model/model.safetensors")
     for kind in ("full", "sharded", "local"):

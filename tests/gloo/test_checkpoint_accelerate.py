@@ -19,10 +19,12 @@ from safetensors.torch import load_file
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin import host_memory
-from hf_fsdp_plugin.backends.sharding.shard import PLAN_ATTRIBUTE, plan_of
+from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.checkpoint.checking.verify import verify
 from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest
 from hf_fsdp_plugin.integrations.saving import manager
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
+from hf_fsdp_plugin.state import parts_of
 from hf_fsdp_plugin.tools.plan.estimate.memory.peak import estimate_memory
 from hf_fsdp_plugin.tools.plan.estimate.types import Workload
 from tests.support.checkpoint_accelerate_runs import Loop, trained_loop
@@ -44,7 +46,7 @@ def save_and_load(folder: str, before: dict[str, Any], after: dict[str, Any]) ->
     saved = first.accelerator.save_state(folder)
     drawn = torch.rand(3).tolist()
     whole = [first.step(number) for number in (2, 3)]
-    manager.wait()
+    manager().wait()
     second = Loop(**after)
     second.step(9)
     second.accelerator.load_state(folder)
@@ -76,18 +78,18 @@ def save_with_memory(folder: str, system: str, version: int) -> dict[str, Any]:
 
     Returns what is printed, too, and the bytes of the copies in memory.
     """
-    manager.close()  # free the copies of earlier cases
+    manager().close()  # free the copies of earlier cases
     settings = {"version": version, "async_save": True}
     with (
         redirect_stderr(io.StringIO()) as printed,
         mock.patch.object(host_memory, "SYSTEM", Path(system)),
-        mock.patch.object(manager, "_has_warned", False),
+        mock.patch.object(manager(), "_has_warned", False),
     ):
         run = save_and_load(folder, settings, settings)
         again = trained_loop(**settings)
         again.accelerator.save_state(f"{folder}-2")
-    copies = [buffer.numel() for buffer in manager.buffers._memory.values()]
-    manager.close()
+    copies = [buffer.numel() for buffer in manager().buffers._memory.values()]
+    manager().close()
     with torch.device("meta"):
         model = tiny_llama()
     predicted = estimate_memory(plan_of(again.model), model, Workload(micro_batch=1, seq_len=8)).staging_bytes
@@ -153,7 +155,7 @@ def save_named(project: str, **settings: Any) -> dict[str, Any]:
         loop.step(number)
         loop.accelerator.save_state()
         after[number] = loop.weights()
-    manager.wait()
+    manager().wait()
     run = Path(project) / "checkpoints"
     names = sorted(path.name for path in run.iterdir())
     dist.barrier()
@@ -187,7 +189,7 @@ def load_with_stock_functions(folder: str, version: int) -> dict[str, Any]:
     if version == 1:
         # Accelerate requests state on the CPU, and FSDP1 crashes with that on CPU ranks.
         plugin.state_dict_config.offload_to_cpu = plugin.optim_state_dict_config.offload_to_cpu = False
-    delattr(second.model, PLAN_ATTRIBUTE)
+    parts_of(second.model)._parts.pop(FsdpPlan)
     for name, arguments in (("load_fsdp_model", ()), ("load_fsdp_optimizer", (second.optimizer.optimizer,))):
         inspect.unwrap(getattr(fsdp_utils, name))(plugin, accelerator, *arguments, second.model, folder)
     return {"whole": whole, "stock": [second.step(number) for number in (2, 3)]}

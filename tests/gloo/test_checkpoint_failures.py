@@ -48,13 +48,13 @@ class InjectFault(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Let the background writer run as far as it can without a poll."""
-        if manager.save_in_flight is not None:
-            manager.save_in_flight.join(0.5)
+        if manager().save_in_flight is not None:
+            manager().save_in_flight.join(0.5)
         dist.barrier()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == 3:
-            manager.wait()
+            manager().wait()
             self.inject()
             dist.barrier()
 
@@ -236,7 +236,7 @@ def save_state(path: str, asynchronous: bool) -> str:
     loop = trained_loop(2, async_save=asynchronous)
     try:
         loop.accelerator.save_state(path)
-        manager.wait()
+        manager().wait()
         dist.barrier()
     except ValueError as error:
         return f"{type(error).__name__}: {error}"
@@ -273,12 +273,12 @@ def one_rank_cannot_write(output_dir: str, **arguments: Any) -> dict[str, Any]:
 
     def refuse(trainer: Any) -> None:
         if dist.get_rank() == 1:
-            manager.writer = RefusedWriter()
+            manager().writer = RefusedWriter()
 
     try:
         return train_with_fault(output_dir, refuse, **arguments)
     finally:
-        manager.writer = PartWriter()
+        manager().writer = PartWriter()
 
 
 @pytest.mark.parametrize("version", BOTH_VERSIONS)
@@ -326,14 +326,14 @@ def accelerate_saves(folder: str, asynchronous: bool, version: int) -> list[str]
     errors = []
     for name in ("first", "second"):
         if name == "first" and dist.get_rank() == 1:
-            manager.writer = RefusedWriter()
+            manager().writer = RefusedWriter()
         try:
             loop.accelerator.save_state(f"{folder}/{name}")
         except ValueError as error:
             errors.append(f"{name}: {error}")
-        if manager.save_in_flight is not None:
-            manager.save_in_flight.join(1)
-        manager.writer = PartWriter()
+        if manager().save_in_flight is not None:
+            manager().save_in_flight.join(1)
+        manager().writer = PartWriter()
     dist.barrier()
     return errors
 
@@ -393,7 +393,7 @@ def watch_accelerates_removals(folder: str, asynchronous: bool) -> list[tuple[li
     with _watched(accelerate_checkpoints, Path(folder) / "checkpoints") as seen:
         for _ in range(3):
             loop.accelerator.save_state()
-        manager.wait()
+        manager().wait()
     return seen
 
 
@@ -433,7 +433,7 @@ def test_interrupted_commit_is_recovered_before_resuming(two_ranks: Ranks, tmp_p
 
 def train_slowly_written(rank: int, report: Callable[..., None], output_dir: str, handler: bool, settings: Any) -> None:
     """Report when the first save was handed to the background, and continue training."""
-    manager.writer = SlowWriter()
+    manager().writer = SlowWriter()
     if handler:
 
         def user_handler(number: int, frame: Any) -> None:
@@ -485,11 +485,11 @@ def test_sigterm_waits_for_the_save_in_flight(
 
 
 def save_and_end(rank: int, report: Callable[..., None], folder: str, end: str, version: int) -> None:
-    manager.writer = SlowWriter()
+    manager().writer = SlowWriter()
     os.chdir(folder)  # the folder of the report
     accelerator = trained_loop(version, async_save=True).accelerator
     if end == "error in the save" and rank == 1:
-        manager.writer = SlowRefusedWriter()
+        manager().writer = SlowRefusedWriter()
     accelerator.save_state(f"{folder}/last")
     report("saved", (Path(folder) / "last").exists())
     if end == "end_training":

@@ -188,8 +188,8 @@ def write(folder: str, layout: Layout, kind: str, *, tied: bool = False) -> dict
         state = {"optimizer": get_optimizer_state_dict(run.model, run.inner)}
         dcp.save(state, storage_writer=dcp.FileSystemWriter(Path(folder) / "optimizer_0"))
     elif kind in ("full", "sharded", "local"):  # written by this package
-        manager.save_model(run.model, Path(folder), kind)
-        manager.save_optimizer(run.model, run.inner, Path(folder), kind)
+        manager().save_model(run.model, Path(folder), kind)
+        manager().save_optimizer(run.model, run.inner, Path(folder), kind)
     else:
         _save_with_accelerate(run, folder, kind)
     dist.barrier()
@@ -581,7 +581,7 @@ def write_uneven_state(folder: str, layout: Layout) -> None:
     named = dict(run.model.named_parameters())
     del run.inner.state[named["model.norm.weight"]]
     run.inner.state[named["lm_head.weight"]]["step"] -= 1
-    manager.save_optimizer(run.model, run.inner, Path(folder), "local")
+    manager().save_optimizer(run.model, run.inner, Path(folder), "local")
 
 
 def read_uneven_state(folder: str, layout: Layout) -> dict[str, Any]:

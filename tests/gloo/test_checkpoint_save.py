@@ -59,7 +59,7 @@ def train_and_save_on_ranks(output_dir: str, **arguments: Any) -> dict[str, Any]
     return {
         "weights": gathered(trainer),
         "optimizer": optimizer if dist.get_rank() == 0 else {},
-        "asynchronous": manager.saved_asynchronously.get(trainer.model),
+        "asynchronous": manager().saved_asynchronously.get(trainer.model),
     }
 
 
@@ -108,7 +108,7 @@ def count_calls_of_saves(output_dir: str, **arguments: Any) -> list[dict[str, in
         with counted_calls() as calls:
             save()
             found.append({name: calls[name] for name in (*OBJECTS, "all_reduce", "barrier")})
-    manager.wait()
+    manager().wait()
     return found
 
 

@@ -102,7 +102,7 @@ def load_damaged(work: str, version: int, **settings: Any) -> dict[str, Any]:
     numpy.random.seed(0)
     torch.manual_seed(loop.rank)
     loop.accelerator.save_state(str(original))
-    manager.wait()
+    manager().wait()
     damages: dict[str, Damage] = {"": lambda copy: None, **_damages(original)}
     dist.barrier()
     found: dict[str, Any] = {}
@@ -268,7 +268,7 @@ def resume_from_split_files(output_dir: str, arguments: dict[str, Any]) -> dict[
     Returns:
         the losses of the run that saved and of the resumed one, and file -> the error of its copy.
     """
-    split = attributes_in_block(manager, save_model=partial(manager.save_model, max_shard_size=100_000))
+    split = attributes_in_block(manager(), save_model=partial(manager().save_model, max_shard_size=100_000))
     saved = make_trainer(output_dir, save_strategy="steps", save_steps=1, max_steps=2, **arguments)
     with split:
         saved.train()

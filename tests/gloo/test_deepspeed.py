@@ -41,7 +41,7 @@ def assert_continued(found: dict[str, Any], num_steps: int) -> None:
 
 def convert(source: Path, folder: Path, stage: int, schedule: Any = None) -> None:
     """Write model and optimizer of a checkpoint of this package as DeepSpeed does, on rank 0; stage 4 is universal."""
-    manager.wait()
+    manager().wait()
     dist.barrier()
     if dist.get_rank() == 0:
         model, optimizer = read_stored_model(source), read_stored_optimizer(source)

@@ -74,7 +74,7 @@ EXPLICIT = """
     import hf_fsdp_plugin
     spec = hf_fsdp_plugin.install("own.yaml")
     from hf_fsdp_plugin.integrations.session import session
-    assert not session.is_automatic and not session.waits_for_call
+    assert not session().is_automatic and not session().waits_for_call
     print("version", spec.fsdp.version, [str(problem) for problem in spec.problems])
 """
 

@@ -125,7 +125,7 @@ PRINT_SETTING = r"""
     import os
     from accelerate import PartialState
     from hf_fsdp_plugin.integrations.session import session
-    spec = session.ambient
+    spec = session().ambient
     place = spec.origin("prefetch.backward").place
     os.write(1, f"seen {spec.prefetch.backward} {place} {PartialState().num_processes}\n".encode())
 """

@@ -20,8 +20,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.backends.loading.equal_weights import parameter_memory
 from hf_fsdp_plugin.backends.loading.shared_weights import Publication
-from hf_fsdp_plugin.backends.loading.weight_loader import BROADCAST_ATTRIBUTE
+from hf_fsdp_plugin.backends.loading.weight_loader import BroadcastRecord
 from hf_fsdp_plugin.plan.names import unwrapped
+from hf_fsdp_plugin.state import find_part, parts_of
 from tests.support.families_runs import clones, sgd, train_steps
 from tests.support.loading_runs import save_plain, write_gguf
 from tests.support.matrices import slow
@@ -137,7 +138,7 @@ def load_and_train(family: str, folder: str, config: dict[str, Any], dtype: str 
         "weights": clones(accelerator.get_state_dict(model)),
         "report": hfp.report(accelerator).to_json(),
         "memory": memory,
-        "num_filled": getattr(getattr(model, BROADCAST_ATTRIBUTE, None), "num_filled", 0),
+        "num_filled": getattr(find_part(model, BroadcastRecord), "num_filled", 0),
         "buffers": clones(dict(unwrapped(model).named_buffers())),
     }
 
@@ -292,7 +293,7 @@ def load_gguf(folder: str, config: dict[str, Any], dtype: str) -> dict[str, Any]
         "weights": clones(accelerator.get_state_dict(model)),
         "printed": printed.getvalue(),
         "num_moved": len(moves),
-        "from_files": getattr(model, BROADCAST_ATTRIBUTE).num_from_files,
+        "from_files": parts_of(model).get(BroadcastRecord).num_from_files,
     }
 
 
@@ -561,7 +562,7 @@ def prepare_meta_model(config: dict[str, Any]) -> dict[str, Any]:
             model = FAMILIES["llama"].build()
     model = accelerator.prepare(model)
     return {
-        "num_filled": getattr(model, BROADCAST_ATTRIBUTE).num_filled,
+        "num_filled": parts_of(model).get(BroadcastRecord).num_filled,
         "weights": clones(accelerator.get_state_dict(model)),
         "report": hfp.report(accelerator).to_json(),
     }

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hf_fsdp_plugin as hfp
+from hf_fsdp_plugin.backends.optimizers.parameters import step_mode
 from tests.support.optimizers_runs import NUM_STEPS, _eager
 from tests.support.ranks import Ranks
 from tests.support.tiny import MODELS, parallel_config
@@ -280,7 +281,7 @@ def train(
             accelerator.save_state(save_to)
     except hfp.SpecError as error:
         return {"codes": sorted({problem.code for problem in error.problems}), "losses": []}
-    mode = getattr(optimizer.optimizer, "_hf_fsdp_step_mode", "unchanged")
+    mode = step_mode(optimizer.optimizer)
     return {"codes": [], "losses": losses, "mode": mode, "num_steps": hfp.report(accelerator).training.steps}
 
 

@@ -154,12 +154,12 @@ def profile_with_failures(folder: str, **arguments: Any) -> dict[str, Any]:
             f"{folder}/out", callbacks=[hfp.ProfilerCallback(f"{folder}/again"), _Fail()], **arguments
         )
         failing.train()
-    was_active = profiling.active
+    was_active = profiling().active
     after = profile(f"{folder}/after", short=SHORT, **arguments)
     return {
         "plain": losses(plain), "full": full, "one": one, "was_active": was_active, "after": after, "rank": rank,
         "failed": [rank.rank for rank in read_ranks(Path(folder) / "again")],
-        "is_over": not (profiling.active or marks.enabled),
+        "is_over": not (profiling().active or marks().enabled),
     }  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from transformers import TrainerCallback, get_scheduler
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.checkpoint.checking.verify import verify
 from hf_fsdp_plugin.hangs.calls import record
-from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.integrations.session import current_run
 from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts
@@ -171,15 +171,15 @@ def test_resume_with_other_meshes(four_ranks: Ranks, tmp_path: Path, whole: dict
 def restarted(run_id: str, num_restarts: int) -> Iterator[list[str]]:
     """Be a rank of a run that has been restarted. Gives the messages of this rank."""
     failures = tuple(FailedAttempt(failure="rank 1: killed by SIGKILL", began=0, steps=6) for _ in range(num_restarts))
-    session.restarts, session.num_trainings = Restarts(run_id=run_id, max_restarts=3, failures=failures), 0
+    current_run().restarts, current_run().num_trainings = Restarts(run_id=run_id, max_restarts=3, failures=failures), 0
     printed: list[str] = []
-    printer.listener = lambda message: printed.append(str(message))
+    printer().listener = lambda message: printed.append(str(message))
     try:
         yield printed
     finally:
-        printer.listener = None
-        session.restarts, session.num_trainings, session.first_samples_per_step = Restarts(), 0, None
-        record.resume_at(0)
+        printer().listener = None
+        current_run().restarts, current_run().num_trainings, current_run().first_samples_per_step = Restarts(), 0, None
+        record().resume_at(0)
 
 
 def train_in_run(output_dir: str, run_id: str, num_restarts: int, **arguments: Any) -> dict[str, Any]:
@@ -343,13 +343,13 @@ LOST = {
 def _resumed(trainer: Any, checkpoint: str | bool) -> dict[str, Any]:
     """Resume. Returns losses, messages and the error."""
     printed: list[str] = []
-    printer.listener, error = lambda message: printed.append(str(message)), ""
+    printer().listener, error = lambda message: printed.append(str(message)), ""
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
     except CheckpointError as refusal:
         error = str(refusal)
     finally:
-        printer.listener = None
+        printer().listener = None
     losses = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
     return {"losses": losses, "printed": "\n".join(printed), "error": error}
 
@@ -427,11 +427,11 @@ def own_checkpoints(output_dir: str, kind: str = "OwnCheckpoints", **arguments: 
         return made
 
     printed: list[str] = []
-    printer.listener = lambda message: printed.append(str(message))
+    printer().listener = lambda message: printed.append(str(message))
     try:
         trainer(4).train()
     finally:
-        printer.listener = None
+        printer().listener = None
     dist.barrier()
     found = sorted(Path(output_dir).glob("checkpoint-*"))
     problems = {path.name: [str(each) for each in verify(path).problems] for path in found}

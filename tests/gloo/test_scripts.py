@@ -303,12 +303,12 @@ def test_loop_script_trains_and_reports(tmp_path: Path, launcher: str) -> None:
 RESTARTED = """\
 import os, runpy, sys
 from pathlib import Path
-from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.integrations.session import current_run
 from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts
 
 count = int(sys.argv[1])
 failures = tuple(FailedAttempt(failure="rank 1: killed by SIGKILL", began=0, steps=6) for _ in range(count))
-session.restarts = Restarts(run_id="a run", max_restarts=3, failures=failures)
+current_run().restarts = Restarts(run_id="a run", max_restarts=3, failures=failures)
 os.environ["HF_FSDP_RESTART_COUNT"] = str(count)
 sys.argv = sys.argv[2:]
 sys.path.insert(0, str(Path(sys.argv[0]).parent))
@@ -386,10 +386,11 @@ hfp.install("fsdp.yaml")
 
 
 def state(kind):
-    from hf_fsdp_plugin.integrations import run_report
+    from hf_fsdp_plugin.integrations.run_report import RunReporter
+    from hf_fsdp_plugin.state import process
     device = accelerator_type()
     uses_device = device != "cpu" and torch.get_device_module(device).is_initialized()
-    return [torch.distributed.is_initialized(), uses_device, run_report._reporter is not None]
+    return [torch.distributed.is_initialized(), uses_device, process.find(RunReporter) is not None]
 
 
 if __name__ == "__main__":

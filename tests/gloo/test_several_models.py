@@ -82,7 +82,7 @@ def train(config: dict[str, Any], first: str, folder: str) -> dict[str, Any]:
     run = [loop.step(number) for number in range(2)]
     loop.accelerator.save_state(folder)
     run += [loop.step(number) for number in range(2, NUM_STEPS)]
-    manager.wait()
+    manager().wait()
     problems = [problem.code for problem in hfp.report(loop.accelerator).problems if problem.severity == "error"]
     again = Loop(config, first)
     again.step(9)

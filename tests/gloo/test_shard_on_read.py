@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.backends.loading.weight_loader import BROADCAST_ATTRIBUTE, WeightLoader
+from hf_fsdp_plugin.backends.loading.weight_loader import BroadcastRecord, WeightLoader
 from hf_fsdp_plugin.plan.names import unwrapped
+from hf_fsdp_plugin.state import parts_of
 from hf_fsdp_plugin.torch_private.modules import local_tensor
 from tests.support.families_runs import clones
 from tests.support.loading_runs import save_plain
@@ -66,7 +67,7 @@ def load_families(folder: str, config: dict[str, Any], names: list[str]) -> dict
         expected = save_and_read(name, path)
         accelerator = fresh_accelerator(config)
         model = accelerator.prepare(FAMILIES[name].model.from_pretrained(path))
-        record = getattr(model, BROADCAST_ATTRIBUTE)
+        record = parts_of(model).get(BroadcastRecord)
         loaded = {**clones(accelerator.get_state_dict(model)), **clones(dict(unwrapped(model).named_buffers()))}
         found[name] = {
             "from_files": record.num_from_files,
@@ -103,7 +104,7 @@ def load_one(folder: str, config: dict[str, Any], dtype: str = "float32") -> dic
     accelerator.backward(model(**batch).loss)
     optimizer.step()
     rows = hfp.report(accelerator).to_json()["settings"]
-    record = getattr(model, BROADCAST_ATTRIBUTE)
+    record = parts_of(model).get(BroadcastRecord)
     return {
         "from_files": record.num_from_files,
         "broadcast": record.num_tensors,
@@ -199,7 +200,7 @@ def change_and_shard(folder: str, config: dict[str, Any], name: str) -> dict[str
     CHANGES[name](model)
     own = clones(dict(model.named_parameters()))
     model = accelerator.prepare(model)
-    record = getattr(model, BROADCAST_ATTRIBUTE)
+    record = parts_of(model).get(BroadcastRecord)
     num_buffers = len(list(model.buffers()))
     return {
         "broadcast": record.num_tensors - num_buffers,
@@ -283,7 +284,7 @@ def load_sharded(folder: str, config: dict[str, Any], *, with_plan: bool) -> dic
     before = {name: os.environ.get(name) for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")}
     model = hfp.from_pretrained(folder, target)
     assert before == {name: os.environ.get(name) for name in before}
-    record = getattr(model, BROADCAST_ATTRIBUTE)
+    record = parts_of(model).get(BroadcastRecord)
     same, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     weights = clones(accelerator.get_state_dict(model))
     batch = FAMILIES["llama"].batch(0)

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.integrations.patching import install_hooks
+from hf_fsdp_plugin.integrations.patching import changes
 from tests.support import trainer_runs
 from tests.support.matrices import slow
 from tests.support.ranks import Ranks
@@ -381,7 +381,7 @@ def count_parameters(output_dir: str, **arguments: Any) -> dict[str, Any]:
     expected = sum(p.numel() for p in model.parameters() if p.requires_grad)
     trainer = make_trainer(output_dir, model, **arguments)
     trainer.evaluate()
-    install_hooks("transformers")  # the Trainer calls the function for its log
+    changes().install("transformers")  # the Trainer calls the function for its log
     try:
         logged = module.get_model_param_count(trainer.model, trainable_only=True)
     finally:

@@ -17,6 +17,7 @@ PACKAGE = Path(hf_fsdp_plugin.__file__).parent
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "numpy"}
 TORCH_FREE = (
     "version",
+    "state",
     "supported",
     "text",
     "problems",

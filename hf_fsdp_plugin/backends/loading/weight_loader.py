@@ -30,8 +30,6 @@ from hf_fsdp_plugin.torch_private.modules import buffers as own_buffers
 from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
 from hf_fsdp_plugin.torch_private.modules import registrations
 
-BROADCAST_ATTRIBUTE = "_hf_fsdp_broadcast"
-"""Attribute of a sharded model that contains its :class:`BroadcastRecord`."""
 PROGRESS_DELAY = 2.0
 """Seconds until the progress bar appears. Most models are sharded sooner."""
 _PACKS_ON_CPU = "support_avx512bf16_for_cpu"
@@ -40,7 +38,7 @@ _PACKS_ON_CPU = "support_avx512bf16_for_cpu"
 
 @dataclass(kw_only=True, slots=True)
 class BroadcastRecord:
-    """Collects what this rank receives from rank 0.
+    """Collects what this rank receives from rank 0. Part of the state of the sharded model.
 
     Checksum and sums are integers on the device until :meth:`read`, because the host would wait for each.
 

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
 from typing import Any, Final, Literal
 
 import torch
@@ -38,6 +37,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hf_fsdp_plugin.backends.torch_types import shard_like
 from hf_fsdp_plugin.plan.names import canonical_name, named_parameters
 from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.state import parts_of, process
 from hf_fsdp_plugin.torch_private.fsdp1 import flat_units, names_in, original_parameters
 from hf_fsdp_plugin.torch_private.modules import local_tensor
 
@@ -46,10 +46,25 @@ _REPLICATED: Final = "_hf_fsdp_replicated"
 StepMode = Literal["unchanged", "local", "whole"]
 StateFactory = Callable[[Optimizer, torch.Tensor, str], torch.Tensor]
 """(optimizer, parameter, key) -> a new state tensor, as the optimizer creates it in its first step."""
-_ATTACHED = "_hf_fsdp_attached"
-"""Attribute of an optimizer that was created with parameters of the original shapes."""
-_STEP_MODE = "_hf_fsdp_step_mode"
-_STATE_FACTORY = "_hf_fsdp_state_factory"
+
+
+@dataclass
+class _Adaptation:
+    """How an optimizer is adapted to shards.
+
+    Attributes:
+        is_attached: whether it was created with parameters of the original shapes.
+        step_mode: how its steps run.
+        state_factory: how state tensors of a subclass are created.
+    """
+
+    is_attached: bool = False
+    step_mode: StepMode = "unchanged"
+    state_factory: StateFactory | None = None
+
+
+def _adaptation(optimizer: Optimizer) -> _Adaptation:
+    return parts_of(optimizer).get(_Adaptation)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,7 +178,7 @@ def attach_optimizers(detached: Iterable[DetachedOptimizer], model: nn.Module) -
             group["params"] = list(parameters.values())
         for name, state in item.initial.items():
             item.optimizer.state[found[name]] = {key: _create(value, found[name]) for key, value in state.items()}
-        setattr(item.optimizer, _ATTACHED, True)
+        _adaptation(item.optimizer).is_attached = True
 
 
 def check_groups(optimizer: Optimizer, model: nn.Module) -> Problem | None:
@@ -172,7 +187,7 @@ def check_groups(optimizer: Optimizer, model: nn.Module) -> Problem | None:
     This is so if it was created after sharding, one of its groups is empty, and another one has matrices. Groups that
     separate matrices from vectors were made by names.
     """
-    if getattr(optimizer, _ATTACHED, False) or all(group["params"] for group in optimizer.param_groups):
+    if _adaptation(optimizer).is_attached or all(group["params"] for group in optimizer.param_groups):
         return None
     members = [member for _, flat in flat_units(model) for member in original_parameters(flat)]
     matrices = {id(member.parameter): member.name for member in members if len(member.shape) > 1}
@@ -269,15 +284,14 @@ def average_gradient(parameter: torch.Tensor) -> None:
 
 def step_mode(optimizer: Optimizer) -> StepMode:
     """Return how the optimizer's steps run."""
-    mode: StepMode = getattr(optimizer, _STEP_MODE, "unchanged")
-    return mode
+    return _adaptation(optimizer).step_mode
 
 
 def set_step_mode(optimizer: Optimizer, mode: StepMode) -> None:
     """Set how the optimizer's steps run, once."""
     if mode == "unchanged" or step_mode(optimizer) == mode:
         return
-    setattr(optimizer, _STEP_MODE, mode)
+    _adaptation(optimizer).step_mode = mode
     steps = _PlainSteps(whole=mode == "whole")
     optimizer.register_step_pre_hook(steps.before)
     optimizer.register_step_post_hook(steps.after)
@@ -285,16 +299,30 @@ def set_step_mode(optimizer: Optimizer, mode: StepMode) -> None:
 
 def set_state_factory(optimizer: Optimizer, factory: StateFactory) -> None:
     """Set how state tensors of a subclass are created when they are loaded. Without it they cannot be saved."""
-    setattr(optimizer, _STATE_FACTORY, factory)
+    _adaptation(optimizer).state_factory = factory
 
 
 def state_factory(optimizer: Optimizer) -> StateFactory | None:
     """Return the function that was set; ``None`` for optimizers whose state has no subclasses."""
-    return getattr(optimizer, _STATE_FACTORY, None)
+    return _adaptation(optimizer).state_factory
 
 
 StepCallback = Callable[[Optimizer, Any, Any], None]
-_step_callbacks: Final[dict[object, StepCallback]] = {}
+
+
+class _StepCallbacks(dict[object, StepCallback]):
+    """What is called after each step of every optimizer, by a key of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        register_optimizer_step_post_hook(self._call)
+
+    def _call(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for callback in list(self.values()):
+            callback(optimizer, args, kwargs)
+
+
+_step_callbacks = process.owns(_StepCallbacks, kept=True)
 
 
 def after_each_step(callback: StepCallback) -> Callable[[], None]:
@@ -303,24 +331,13 @@ def after_each_step(callback: StepCallback) -> Callable[[], None]:
     That may be at any time. A handle of torch must not be removed in a step, because torch iterates over the hooks
     themselves: neither by a hook, nor by the finalizer of an object that Python collects meanwhile.
     """
-    _register_step_callbacks()
-    key = object()
-    _step_callbacks[key] = callback
-    return partial(_end_callback, key)
+    key, callbacks = object(), _step_callbacks()
+    callbacks[key] = callback
 
+    def end() -> None:
+        callbacks.pop(key, None)
 
-@cache
-def _register_step_callbacks() -> None:
-    register_optimizer_step_post_hook(_call_step_callbacks)
-
-
-def _call_step_callbacks(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for callback in list(_step_callbacks.values()):
-        callback(optimizer, args, kwargs)
-
-
-def _end_callback(key: object) -> None:
-    _step_callbacks.pop(key, None)
+    return end
 
 
 class _PlainSteps:

@@ -36,10 +36,10 @@ import hashlib
 import json
 import os
 import pickle
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from contextvars import ContextVar
 from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any, Final, NoReturn, TypeVar
@@ -48,6 +48,7 @@ import torch
 import torch.distributed as dist
 
 from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem, SpecError
+from hf_fsdp_plugin.state import process
 from hf_fsdp_plugin.text import format_names, name_ranks
 from hf_fsdp_plugin.torch_private.functions import default_store, supports_cpu
 
@@ -249,8 +250,19 @@ def announce_end() -> None:
             store.set(LEFT, "1")
 
 
-wait_listeners: Final[list[Callable[[str | None], None]]] = []
-"""Called with the name of each call before this rank waits for the others, then with ``None``."""
+class WaitListener:
+    """What is told of the waits of this rank for the others.
+
+    Attributes:
+        notify: called with the name of each call before the wait, then with ``None``.
+    """
+
+    def __init__(self) -> None:
+        self.notify: Callable[[str | None], None] = lambda call: None
+
+
+wait_listener = process.owns(WaitListener)
+"""Return what is told of the waits of this process."""
 
 
 def wait_for_all_ranks(
@@ -270,13 +282,11 @@ def wait_for_all_ranks(
     if not _has_other_ranks():
         return
     limit = arrival_limit(limit)
-    for listener in wait_listeners:
-        listener(call)
+    wait_listener().notify(call)
     try:
         missing = Round(arrival_store(), call).join(limit, given_up)
     finally:
-        for listener in wait_listeners:
-            listener(None)
+        wait_listener().notify(None)
     if missing:
         message = (
             f"{call} is a collective call: every rank must make it, because each rank has only a part of the weights. "
@@ -290,13 +300,15 @@ def collective_call(
     call: str, *, fix: str = ON_ALL_RANKS, limit: float = DEFAULT_LIMIT, given_up: Callable[[], bool] = _never
 ) -> Iterator[None]:
     """Run the block, which contains collectives, after :func:`wait_for_all_ranks`. Inner blocks do not wait again."""
-    if not _inside.get():
+    nesting = _nesting()
+    is_outermost = not nesting.is_inside
+    if is_outermost:
         wait_for_all_ranks(call, fix=fix, limit=limit, given_up=given_up)
-    token = _inside.set(True)
+    nesting.is_inside = True
     try:
         yield
     finally:
-        _inside.reset(token)
+        nesting.is_inside = not is_outermost
 
 
 def collective_preparation(call: str, *, fix: str = ON_ALL_RANKS) -> AbstractContextManager[None]:
@@ -304,10 +316,16 @@ def collective_preparation(call: str, *, fix: str = ON_ALL_RANKS) -> AbstractCon
 
     The wait ends when a rank has announced that it could not load the model (:class:`LoadFailures`).
     """
-    return collective_call(call, fix=fix, limit=preparation_limit(), given_up=load_failures.raise_announced)
+    return collective_call(call, fix=fix, limit=preparation_limit(), given_up=load_failures().raise_announced)
 
 
-_inside: ContextVar[bool] = ContextVar("hf_fsdp_collective_call", default=False)
+class _Nesting(threading.local):
+    """Whether a thread is in a :func:`collective_call`."""
+
+    is_inside = False
+
+
+_nesting = process.owns(_Nesting)
 
 
 class FirstCalls:
@@ -326,9 +344,9 @@ class FirstCalls:
             before_step: whether all ranks make the call before their first optimizer step. A rank that has made a step
                 will then not make the call, so the others do not wait for it any longer.
         """
-        if call in self._checked or not _has_other_ranks() or _inside.get():
+        if call in self._checked or not _has_other_ranks() or _nesting().is_inside:
             return
-        watches = before_step and not first_step.is_made
+        watches = before_step and not first_step().is_made
         given_up = (lambda: bool(arrival_store().check([_STEPPED]))) if watches else _never
         wait_for_all_ranks(call, fix=fix, limit=limit, given_up=given_up)
         self._checked.add(call)
@@ -344,16 +362,27 @@ class FirstStepAnnouncer:
     def __init__(self) -> None:
         self.is_made = False
 
-    def announce(self, *_: Any) -> None:
-        """Announce a step, if it is the first one. A pre-hook of optimizers."""
+    def announce(self) -> None:
+        """Announce a step, if it is the first one."""
         if not self.is_made:
             self.is_made = True
             if _has_other_ranks():
                 arrival_store().set(_STEPPED, "1")
 
+    def close(self) -> None:
+        """Withdraw the announcement: the next call that waits for all ranks may be before a first step again."""
+        if self.is_made and _has_other_ranks():
+            with suppress(dist.DistError):  # the rank that hosts the store may have exited
+                arrival_store().delete_key(_STEPPED)
 
-first_step = FirstStepAnnouncer()
-"""The first optimizer step of this process."""
+
+first_step = process.owns(FirstStepAnnouncer)
+"""Return what announces the first optimizer step of this process."""
+
+
+def announce_step(*_: Any) -> None:
+    """Announce a step, if it is the first one. A pre-hook of optimizers."""
+    first_step().announce()
 
 
 def _describe(missing: Sequence[tuple[int, str]]) -> str:
@@ -513,8 +542,8 @@ class LoadFailures:
                 _failure_store().delete_key("failure")
 
 
-load_failures = LoadFailures()
-"""The failed loads of this run."""
+load_failures = process.owns(LoadFailures)
+"""Return the failed loads of this run."""
 
 
 def _failure_store() -> dist.Store:

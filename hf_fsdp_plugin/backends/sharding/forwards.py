@@ -47,6 +47,7 @@ from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, torch_dtype
 from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
 from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.state import parts_of
 from hf_fsdp_plugin.text import format_names, plural
 from hf_fsdp_plugin.torch_private import fsdp1, fsdp2, functions
 from hf_fsdp_plugin.torch_private.functions import tree_leaves, tree_map
@@ -221,8 +222,6 @@ def configs_with_cache(model: nn.Module) -> list[Any]:
 
 _DTYPE: Final = "_hf_fsdp_input_dtype"
 _ACTIVATION_DIMS: Final = 2
-_EQUAL_BUFFERS: Final = "_hf_fsdp_buffers_equal"
-"""Attribute of a model: whether the buffers were sent since the last forward in training mode."""
 
 
 def cast_inputs_of(unit: nn.Module, dtype: torch.dtype | None) -> None:
@@ -404,6 +403,13 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield canonical_name(f"{name}.{attribute}".lstrip(".")), buffer
 
 
+@dataclasses.dataclass
+class _BufferSends:
+    """Whether the buffers of a model were sent since its last forward in training mode."""
+
+    are_equal: bool = False
+
+
 def watch_buffers(model: nn.Module) -> None:
     """Send rank 0's buffers before the first forward of each evaluation. Models without buffers are not watched."""
     if any(True for _ in persistent_buffers(model)):
@@ -414,7 +420,7 @@ def watch_buffers(model: nn.Module) -> None:
 
 def _send_before_evaluation(model: nn.Module, args: Any) -> None:
     if model.training:
-        setattr(model, _EQUAL_BUFFERS, False)
+        parts_of(model).get(_BufferSends).are_equal = False
     else:
         send_buffers(model)
 
@@ -423,9 +429,10 @@ def _send_before_evaluation(model: nn.Module, args: Any) -> None:
 def send_buffers(model: nn.Module) -> None:
     """Overwrite the buffers of a model with those of rank 0, if it was trained since the last time. Collective."""
     model = unwrapped(model)
-    if getattr(model, _EQUAL_BUFFERS, False):
+    sends = parts_of(model).get(_BufferSends)
+    if sends.are_equal:
         return
-    setattr(model, _EQUAL_BUFFERS, True)
+    sends.are_equal = True
     own = {n: b for n, b in persistent_buffers(model) if type(b) is torch.Tensor and b.numel() and not b.is_meta}
     if not own or dist.get_world_size() == 1:
         return

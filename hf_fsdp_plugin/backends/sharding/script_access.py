@@ -18,6 +18,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NoReturn
 
@@ -40,17 +41,14 @@ from hf_fsdp_plugin.backends.torch_types import cast_floats, wait_for_reads
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.plan.names import canonical_name, named_parameters, unwrapped
 from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.state import find_part, own_parts
 from hf_fsdp_plugin.text import format_names
 from hf_fsdp_plugin.torch_private import fsdp1, fsdp2
 from hf_fsdp_plugin.torch_private.functions import CALLS_FORWARD, gradient_hooks, runs_after_accumulation
 from hf_fsdp_plugin.torch_private.modules import children, local_tensor, registrations, wrapped_module
 
-WHOLE_ATTRIBUTE: Final = "_hf_fsdp_has_whole_parameters"
-"""Attribute of a sharded model in a block of ``full_parameters``."""
 _GATHERS = "_hf_fsdp_gathers"
 """Attribute of a method of a sharded model that gathers the root itself."""
-_CALLS = "_hf_fsdp_calls"
-"""Attribute of a sharded model with its :class:`_Calls`."""
 _FIX = f"{ON_ALL_RANKS} Each rank may pass its own prompts."
 
 
@@ -73,7 +71,7 @@ def support_submodule_calls(model: nn.Module) -> None:
     else:
         return
     calls = _Calls(model)
-    object.__setattr__(model, _CALLS, calls)
+    own_parts(model).put(calls)
     if isinstance(model, FullyShardedDataParallel):
         object.__setattr__(model, "no_sync", partial(calls.no_sync, model.no_sync))
     # The compiler would skip these hooks in a compiled model.
@@ -105,7 +103,7 @@ def free_before_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     Of offloaded shards, FSDP waits for the copies to the device at the end of a backward only. Those of another forward
     after it may still run, and the step would change what they read.
     """
-    calls: _Calls | None = getattr(model, _CALLS, None)
+    calls = find_part(model, _Calls)
     if calls is not None:
 
         def before_step(*_: Any) -> None:
@@ -123,7 +121,7 @@ def free_gathered(model: nn.Module) -> None:
     A unit without reshard after forward stays gathered after an evaluation, which has no backward. An optimizer that is
     created then would update the gathered copies. A backward that has failed also leaves units gathered.
     """
-    calls: _Calls | None = getattr(model, _CALLS, None)
+    calls = find_part(model, _Calls)
     if calls is not None:
         calls.discard_failed_backward()
     if isinstance(model, FSDPModule):
@@ -143,9 +141,16 @@ def _free(units: Iterable[nn.Module]) -> None:
             unit.reshard()
 
 
+@dataclass
+class Access:
+    """How a sharded model is used: whether it is in a block of ``full_parameters``."""
+
+    has_whole_parameters: bool = False
+
+
 def check_not_whole(root: nn.Module, doing: str) -> None:
     """Raise ``SpecError`` if a sharded model is in a block of ``full_parameters``, where its shards are not in use."""
-    if getattr(root, WHOLE_ATTRIBUTE, False):
+    if (access := find_part(root, Access)) is not None and access.has_whole_parameters:
         raise misuse_error(f"{doing} inside of a block of full_parameters", "Do it after the block.")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from hf_fsdp_plugin.backends.loading.weight_loader import BROADCAST_ATTRIBUTE, WeightLoader
+from hf_fsdp_plugin.backends.loading.weight_loader import WeightLoader
 from hf_fsdp_plugin.backends.optimizers.parameters import attach_optimizers, detach_optimizers, has_stepped
 from hf_fsdp_plugin.backends.ranks.agreement import collective_call, on_all_ranks
 from hf_fsdp_plugin.backends.sharding import forwards, script_access
@@ -28,6 +28,7 @@ from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import canonical_name, named_parameters, unwrapped
 from hf_fsdp_plugin.plan.presharded import sharded_backend
 from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.state import find_part, own_parts, parts_of, process
 from hf_fsdp_plugin.text import format_names
 from hf_fsdp_plugin.torch_private import fsdp1
 from hf_fsdp_plugin.torch_private.functions import num_changes
@@ -39,12 +40,19 @@ from hf_fsdp_plugin.torch_private.modules import (
     registrations,
 )
 
-PLAN_ATTRIBUTE = "_hf_fsdp_plan"
-"""Attribute of a sharded model that contains its plan."""
-sharded_models: Final[WeakSet[nn.Module]] = WeakSet()
-"""The sharded models that are alive. A submodule, or the module in FSDP1's root, has no reference to its model."""
-sharded_optimizers: Final[WeakSet[Optimizer]] = WeakSet()
-"""The optimizers of sharded models that are alive."""
+
+class _ShardedModels(WeakSet[nn.Module]):
+    """The sharded models that are alive. A submodule, or the module in FSDP1's root, has no reference to its model."""
+
+
+class _ShardedOptimizers(WeakSet[Optimizer]):
+    """The optimizers of sharded models that are alive."""
+
+
+sharded_models = process.owns(_ShardedModels, kept=True)
+"""Return the sharded models of this process, which ``uninstall()`` leaves sharded."""
+sharded_optimizers = process.owns(_ShardedOptimizers, kept=True)
+"""Return their optimizers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +112,7 @@ def shard(
         loader.prepare_buffers()
         apply = apply_fsdp2 if plan.backend == "fsdp2" else apply_fsdp1
         sharded = apply(plan, model, device, loader)
-        setattr(sharded, BROADCAST_ATTRIBUTE, loader.record)
+        own_parts(sharded).put(loader.record)
     _keep_class_names(sharded)
     forwards.watch_buffers(sharded)
     mark_fsdp_managed(sharded)
@@ -117,8 +125,8 @@ def shard(
     forwards.refuse_double_backward(sharded)
     watch_unused_parameters(sharded)
     attach_optimizers(detached, sharded)
-    setattr(sharded, PLAN_ATTRIBUTE, plan)
-    sharded_models.add(sharded)
+    own_parts(sharded).put(plan)
+    sharded_models().add(sharded)
     return sharded
 
 
@@ -182,7 +190,7 @@ def rebind_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> None
 
 def plan_of(model: nn.Module) -> FsdpPlan | None:
     """Return the plan of a sharded model; ``None`` for any other model."""
-    return getattr(model, PLAN_ATTRIBUTE, None)
+    return find_part(model, FsdpPlan)
 
 
 def locate_module(module: nn.Module) -> ModuleLocation | None:
@@ -192,7 +200,7 @@ def locate_module(module: nn.Module) -> ModuleLocation | None:
         return ModuleLocation(module, plan, "")
     if not is_fsdp_managed(module):
         return None
-    named = ((root, name, other) for root in sharded_models for name, other in root.named_modules())
+    named = ((root, name, other) for root in sharded_models() for name, other in root.named_modules())
     root, name = next(((root, name) for root, name, other in named if other is module), (module, ""))
     plan = plan_of(root)
     return ModuleLocation(root, plan, canonical_name(name)) if plan is not None else None
@@ -273,11 +281,12 @@ def _in_block(root: nn.Module, module: nn.Module) -> Iterator[None]:
         script_access.check_not_whole(root, "the model was called")
 
     hooks = [inner.register_forward_pre_hook(before_forward, prepend=True) for inner in modules.values()]
-    setattr(root, script_access.WHOLE_ATTRIBUTE, True)
+    access = parts_of(root).get(script_access.Access)
+    access.has_whole_parameters = True
     try:
         yield
     finally:
-        setattr(root, script_access.WHOLE_ATTRIBUTE, False)
+        access.has_whole_parameters = False
         for hook in hooks:
             hook.remove()
 

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,40 +27,46 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.state import own_parts, parts_of
 from hf_fsdp_plugin.text import format_names
 from hf_fsdp_plugin.torch_private import fsdp1, fsdp2
 from hf_fsdp_plugin.torch_private.functions import supports_cpu
 
-_ATTRIBUTE: Final = "_hf_fsdp_unused_parameters"
-_NUM_REDUCED: Final = "_hf_fsdp_num_reduced"
+
+@dataclass
+class _Backwards:
+    """The backwards of a sharded model: the watches of its units, and how many have reduced gradients."""
+
+    units: Sequence[Any] = ()
+    num_reduced: int = 0
 
 
 def watch_unused_parameters(model: nn.Module) -> None:
     """Remove the gradients of parameters that no rank has used, at the end of each backward of a sharded model."""
     if isinstance(model, FullyShardedDataParallel):
-        setattr(model, _ATTRIBUTE, fsdp1.watch_gradients(model))
+        own_parts(model).put(_Backwards(fsdp1.watch_gradients(model)))
     elif isinstance(model, FSDPModule):
-        setattr(model, _ATTRIBUTE, fsdp2.watch_gradients(model, partial(backward_ended, model)))
+        own_parts(model).put(_Backwards(fsdp2.watch_gradients(model, partial(backward_ended, model))))
 
 
 def discard_backward(root: nn.Module) -> None:
     """Forget which parameters a backward has used that has failed."""
-    for unit in vars(root).get(_ATTRIBUTE, ()):
+    for unit in parts_of(root).get(_Backwards).units:
         unit.reset()
 
 
 def num_reduced_backwards(root: nn.Module) -> int:
     """Return the number of backwards of a sharded model whose gradients were reduced."""
-    num: int = vars(root).get(_NUM_REDUCED, 0)
-    return num
+    return parts_of(root).get(_Backwards).num_reduced
 
 
 def backward_ended(root: nn.Module) -> None:
     """Remove the gradients of parameters that no rank has used. Collective, if the backward has reduced gradients."""
-    units: Sequence[Any] = vars(root).get(_ATTRIBUTE, ())
+    backwards = parts_of(root).get(_Backwards)
+    units = backwards.units
     if not any(unit.reduces for unit in units):
         return
-    vars(root)[_NUM_REDUCED] = num_reduced_backwards(root) + 1
+    backwards.num_reduced += 1
     group = dist.group.WORLD
     if group is None or not supports_cpu(group):
         return

@@ -29,12 +29,11 @@ from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredOptimizer, St
 from hf_fsdp_plugin.checkpoint.io import InputFiles
 from hf_fsdp_plugin.checkpoint.reading import resharding
 from hf_fsdp_plugin.checkpoint.shards import LocalShard, ModelShards, Piece, parameter_shards
+from hf_fsdp_plugin.state import find_part, parts_of
 from hf_fsdp_plugin.text import format_names, plural
 from hf_fsdp_plugin.torch_private.modules import local_tensor
 
 logger = logging.getLogger(__name__)
-_SAVED_POSITIONS = "_hf_fsdp_saved_positions"
-"""Attribute of an optimizer whose groups were others when saved: the position of the saved group for each of them."""
 _OF_GROUPS: Final = frozenset(
     {"base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"}
 )
@@ -74,6 +73,10 @@ def load_optimizer(
     resharding.load_stored(checkpoint, "optimizer", read, match, verify=verify)
 
 
+class SavedPositions(tuple[int, ...]):
+    """The position of the saved group for each group of an optimizer whose groups were others when it was saved."""
+
+
 @contextlib.contextmanager
 def schedules_follow_groups(schedulers: Iterable[Any]) -> Iterator[None]:
     """Let schedulers that are loaded in this block have a learning rate for each group of their optimizers.
@@ -92,7 +95,7 @@ def schedules_follow_groups(schedulers: Iterable[Any]) -> Iterator[None]:
 
 def _load_schedule(scheduler: Any, state: Mapping[str, Any]) -> None:
     optimizer = getattr(scheduler.optimizer, "optimizer", scheduler.optimizer)  # inside that of Accelerate
-    positions = vars(optimizer).get(_SAVED_POSITIONS)
+    positions = find_part(optimizer, SavedPositions)
     type(scheduler).load_state_dict(scheduler, state if positions is None else _schedule_of(state, positions))
 
 
@@ -194,7 +197,7 @@ class _StateLoader:
                 self._refuse_groups(own, saved)
             pairs.append(sources[0] if sources else {})
             positions.append(found[0] if found else 0)
-        setattr(self._optimizer, _SAVED_POSITIONS, tuple(positions))
+        parts_of(self._optimizer).put(SavedPositions(positions))
         return pairs
 
     def _refuse_groups(self, own: list[frozenset[str]], saved: list[frozenset[str]]) -> None:

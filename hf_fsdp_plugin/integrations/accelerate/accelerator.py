@@ -12,7 +12,6 @@ import inspect
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from contextvars import ContextVar
 from typing import Any, Final
 
 import torch
@@ -37,7 +36,7 @@ from hf_fsdp_plugin.integrations.accelerate import plugin as plugins
 from hf_fsdp_plugin.integrations.run_report import report_run
 from hf_fsdp_plugin.integrations.saving import call_name, gathered, state_at
 from hf_fsdp_plugin.integrations.script_arguments import check_arguments, check_object, print_or_raise
-from hf_fsdp_plugin.integrations.session import attributes_in_block, context_in_block, session
+from hf_fsdp_plugin.integrations.session import attributes_in_block, outer_calls, session
 from hf_fsdp_plugin.integrations.torch_functions import FIX
 from hf_fsdp_plugin.messages import print_once, print_warnings
 from hf_fsdp_plugin.observers import mark_phase
@@ -83,8 +82,8 @@ def accelerator(spec: FsdpSpec, **kwargs: Any) -> Accelerator:
     if not spec.enabled:
         print_warnings([fsdp_is_off(spec)])
         return Accelerator(mixed_precision=spec.launch.mixed_precision, **kwargs)
-    patching.install_hooks("accelerate")
-    patching.set_variables(**slurm_variables(os.environ))
+    patching.changes().install("accelerate")
+    patching.changes().set_variables(**slurm_variables(os.environ))
     patching.set_loading_variables(spec)
     return Accelerator(fsdp_plugin=plugins.PlannedFsdpPlugin(spec), **kwargs)
 
@@ -98,13 +97,13 @@ def init_accelerator(original: Callable[..., None], accelerator: Any, *args: Any
     spec = _spec_of(plugin, mesh)
     if spec is not None:
         # The spec of a Trainer already contains the precision of its arguments.
-        given = None if session.trainer_spec is not None else arguments.get("mixed_precision")
+        given = None if session().trainer_spec is not None else arguments.get("mixed_precision")
         spec = plugins.with_mixed_precision(spec, given)
         spec = fp8.with_handlers(spec, arguments.get("kwargs_handlers") or (), SOURCE)
         plugin = plugins.PlannedFsdpPlugin.replacing(plugin, spec)
     if not isinstance(plugin, plugins.PlannedFsdpPlugin):
         original(**arguments)
-        if plugin is None and accelerator.num_processes > 1 and session.installed:
+        if plugin is None and accelerator.num_processes > 1 and session().installed:
             message = "neither the launcher, nor the environment, nor the script enables FSDP: this Accelerator runs "
             message += f"{accelerator.distributed_type.value} on {accelerator.num_processes} ranks."
             print_once(Problem(code="FSDP-W602", message=message, fix="Pass a config: --config_file CONFIG."))
@@ -133,9 +132,9 @@ def _spec_of(plugin: Any, mesh: Any) -> FsdpSpec | None:
     """Return the spec of an Accelerator that is created with these arguments; ``None`` for a planned plugin or none."""
     if plugin is not None:
         return plugins.spec_of_stock_plugin(plugin, mesh)
-    if session.trainer_spec is not None or session.ambient is None or mesh is None:
-        return session.trainer_spec or session.ambient
-    spec = session.load(parallelism_config=mesh)
+    if session().trainer_spec is not None or session().ambient is None or mesh is None:
+        return session().trainer_spec or session().ambient
+    spec = session().load(parallelism_config=mesh)
     print_warnings(spec.problems)
     return spec
 
@@ -145,7 +144,7 @@ def get_state_dict(original: Callable[..., Any], accelerator: Any, model: Any, *
 
     Collective for these. A model that is not sharded, in an Accelerator with FSDP, returns its own state dict.
     """
-    if (answer := gathered.state_of(model)) is not None:
+    if (answer := gathered().state_of(model)) is not None:
         return answer
     if (place := locate_module(model)) is not None:
         with agreement.collective_call(call_name("Accelerator.get_state_dict", model), fix=FIX):
@@ -194,12 +193,9 @@ def maybe_context_parallel(
     return _without_masks(divided) if multiple > 1 else divided
 
 
-_sequences_are_divided: ContextVar[bool] = ContextVar("sequences_are_divided", default=False)
-
-
 @contextmanager
 def _without_masks(divided: AbstractContextManager[None]) -> Iterator[None]:
-    with context_in_block(_sequences_are_divided, True), divided:
+    with attributes_in_block(outer_calls(), sequences_are_divided=True), divided:
         yield
 
 
@@ -208,7 +204,7 @@ def find_packed_sequences(original: Callable[..., Any], position_ids: Any) -> An
 
     Transformers would make a mask of all pairs of the rank's tokens, which Accelerate does not pass to the attention.
     """
-    return None if _sequences_are_divided.get() else original(position_ids)
+    return None if outer_calls().sequences_are_divided else original(position_ids)
 
 
 @plugins.if_planned
@@ -246,7 +242,7 @@ def check_handlers(objects: Iterable[Any]) -> None:
     handlers = [obj for obj in objects if isinstance(obj, utils.KwargsHandler)]
     problems = [problem for handler in handlers for problem in check_object(handler, source=SOURCE)]
     # The Trainer creates a handler in every run.
-    print_or_raise([each for each in problems if each.severity == "error" or session.trainer_spec is None])
+    print_or_raise([each for each in problems if each.severity == "error" or session().trainer_spec is None])
 
 
 def _check_mesh(config: Any, spec: FsdpSpec) -> Iterator[Problem]:
@@ -329,13 +325,14 @@ def adopt_models(accelerator: Any, objects: Iterable[Any]) -> None:
     Raises:
         SpecError: the ``DistributedConfig`` conflicts with the other settings.
     """
-    if plugins.planned_plugin(accelerator) is not None or not session.installed or private.prepared_models(accelerator):
+    is_decided = plugins.planned_plugin(accelerator) is not None or private.prepared_models(accelerator)
+    if is_decided or not session().installed:
         return
     config = next((config for obj in objects if (config := distributed_config_of(obj)) is not None), None)
     if config is None or is_left_to_transformers(config):
         return
     check_handlers(vars(accelerator).values())
-    given = session.load(parallelism_config=accelerator.parallelism_config)
+    given = session().load(parallelism_config=accelerator.parallelism_config)
     spec = with_distributed_config(plugins.with_mixed_precision(given, accelerator.mixed_precision), config)
     print_warnings(spec.problems)
     private.set_in_states(accelerator.state, distributed_type=utils.DistributedType.FSDP)
@@ -383,15 +380,15 @@ def init_partial_state(original: Callable[..., None], state: Any, *args: Any, **
             _disable_unsupported_transports(device.type)
             timeout = {name: value for name, value in kwargs.items() if name == "timeout"}
             dist.init_process_group(device.process_group_backend, **timeout)
-    if session.group_timeout is not None:
-        kwargs.setdefault("timeout", session.group_timeout)
+    if session().group_timeout is not None:
+        kwargs.setdefault("timeout", session().group_timeout)
     if was_started and not state.initialized:
         _check_backend(kwargs.get("backend"), source="TrainingArguments")
     if "timeout" in kwargs and _is_early_group():
         set_timeout(kwargs["timeout"])
     original(*args, **kwargs)
     if not was_started and dist.is_initialized() and "timeout" not in kwargs:
-        session.early_group = dist.group.WORLD
+        session().early_group = dist.group.WORLD
     _remove_index_of_cpu(state)
     own = getattr(state, "device", None)
     if own is not None and own.index is not None and own.index != state.local_process_index:
@@ -404,10 +401,10 @@ def _prepare_network() -> None:
     """Prepare this process for the connections of gloo, which every process group has."""
     if (world_size := launched_world_size()) == 1:
         return
-    patching.set_variables(**gloo_variables(os.environ))
+    patching.changes().set_variables(**gloo_variables(os.environ))
     interface, problem = gloo_interface(os.environ)
     if interface:
-        patching.set_variables(GLOO_SOCKET_IFNAME=interface)
+        patching.changes().set_variables(GLOO_SOCKET_IFNAME=interface)
     print_warnings(filter(None, (problem, raise_file_limit(world_size))))
 
 
@@ -420,13 +417,13 @@ def _disable_unsupported_transports(device_type: str) -> None:
     devices = range(torch.cuda.device_count() if device_type == "cuda" else 0)
     if any("RTX 40" in torch.cuda.get_device_name(each) for each in devices) and not utils.check_cuda_p2p_ib_support():
         names = [name for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE") if name not in os.environ]
-        patching.set_variables(**dict.fromkeys(names, "1"))
+        patching.changes().set_variables(**dict.fromkeys(names, "1"))
         if names:
             print_once(f"{' and '.join(names)} set to 1: these GPUs do not support the transport with this driver.")
 
 
 def _is_early_group() -> bool:
-    return session.early_group is not None and session.early_group is dist.group.WORLD
+    return session().early_group is not None and session().early_group is dist.group.WORLD
 
 
 def adjust_process_group(given: Mapping[str, Any], *, source: str) -> None:
@@ -503,8 +500,8 @@ def _is_cpu_rank(spec: FsdpSpec) -> bool:
     if "RANK" not in os.environ:
         if spec.launch.num_processes != 1 or "ACCELERATE_USE_CPU" not in os.environ:
             return False
-        patching.set_variables(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        patching.changes().set_variables(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     if os.environ.get("WORLD_SIZE") == "1" and not dist.is_initialized():
-        patching.set_variables(LOCAL_RANK=os.environ.get("LOCAL_RANK", "0"))
+        patching.changes().set_variables(LOCAL_RANK=os.environ.get("LOCAL_RANK", "0"))
         dist.init_process_group(DEVICES["cpu"].process_group_backend, store=dist.HashStore(), rank=0, world_size=1)
     return True

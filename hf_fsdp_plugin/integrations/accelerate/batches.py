@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,9 +18,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from hf_fsdp_plugin.integrations.accelerate import private
-from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.integrations.session import current_run
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.state import parts_of
 from hf_fsdp_plugin.text import plural
 
 
@@ -51,10 +53,15 @@ def check_even_batches(loader: Any) -> Problem | None:
     return Problem(code="FSDP-W690", message=message, fix=fix)
 
 
-_ACCUMULATES: Final = "_hf_fsdp_accumulates"
-"""Attribute of an Accelerator whose loop calls ``accumulate``."""
 _PROBES: Final = (0, *(2**power for power in range(21)))
 """Optimizer steps at which two learning-rate schedules are compared."""
+
+
+@dataclass
+class Loop:
+    """The training loop of an Accelerator: whether it calls ``accumulate``."""
+
+    accumulates: bool = False
 
 
 def notice_accumulation(accelerator: Any, optimizer: Optimizer) -> None:
@@ -65,7 +72,7 @@ def notice_accumulation(accelerator: Any, optimizer: Optimizer) -> None:
 
     def notice(*_: Any) -> None:
         if accelerator.step:
-            setattr(accelerator, _ACCUMULATES, True)
+            parts_of(accelerator).get(Loop).accumulates = True
 
     optimizer.register_step_pre_hook(notice)
 
@@ -73,7 +80,7 @@ def notice_accumulation(accelerator: Any, optimizer: Optimizer) -> None:
 def batch_facts(accumulation: int, samples_per_step: int | None) -> dict[str, Any]:
     """Return the fields of a manifest's ``batch`` that Accelerators and Trainers share."""
     batch = {"world_size": dist.get_world_size(), "accumulation": accumulation}
-    sizes = {"samples_per_step": samples_per_step, "first_samples_per_step": session.first_samples_per_step}
+    sizes = {"samples_per_step": samples_per_step, "first_samples_per_step": current_run().first_samples_per_step}
     return batch | {name: size for name, size in sizes.items() if size is not None}
 
 
@@ -84,7 +91,7 @@ def batch_of(accelerator: Any) -> dict[str, Any]:
     schedules = [(_scheduler_steps(each), each) for each in private.prepared_schedulers(accelerator)]
     return {
         **batch_facts(accumulation, samples * accumulation if samples is not None else None),
-        "accumulates": getattr(accelerator, _ACCUMULATES, False),
+        "accumulates": parts_of(accelerator).get(Loop).accumulates,
         "schedules": [{"steps": steps, "factors": _factors(each, steps)} for steps, each in schedules],
     }
 
@@ -104,7 +111,7 @@ def keep_samples_per_step(accelerator: Any, checkpoint: Path, saved: Mapping[str
         saved: the field ``batch`` of the manifest of the checkpoint.
     """
     if saved.get("accumulates"):
-        setattr(accelerator, _ACCUMULATES, True)
+        parts_of(accelerator).get(Loop).accumulates = True
         accelerator.gradient_accumulation_steps = kept_accumulation(saved, batch_of(accelerator))
         # Accelerate counts batches, and makes a step when the accumulation divides their number.
         accelerator.step = accelerator.step // saved["accumulation"] * accelerator.gradient_accumulation_steps

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ from hf_fsdp_plugin.integrations.deepspeed import engine_state, load_schedule
 from hf_fsdp_plugin.integrations.moving_average import load_averages, save_averages
 from hf_fsdp_plugin.integrations.resuming import continue_run, find_checkpoint, run_fact, warn_differences
 from hf_fsdp_plugin.integrations.saving import call_name, exporting, manager
-from hf_fsdp_plugin.integrations.session import context_in_block
+from hf_fsdp_plugin.integrations.session import attributes_in_block, outer_calls
 from hf_fsdp_plugin.observers import mark_phase
 from hf_fsdp_plugin.plan.names import unwrapped
 
@@ -67,7 +66,7 @@ def save_state(
         return manifest_of(model, plugin.state_dict_kind, step=accelerator.step or None, **facts)
 
     rotate = functools.partial(_remove_oldest, run, project.total_limit) if run is not None else None
-    with manager.saving(final, manifest, asynchronous=asynchronous, after=rotate) as save:
+    with manager().saving(final, manifest, asynchronous=asynchronous, after=rotate) as save:
         project.automatic_checkpoint_naming = False
         try:
             original(str(save.folder), *args, **kwargs)
@@ -128,7 +127,7 @@ def load_state(original: Callable[..., Any], accelerator: Any, input_dir: Any = 
     schedulers = [scheduler.scheduler for scheduler in prepared_schedulers(accelerator)]
     engine = engine_state(path)  # of DeepSpeed, which may have saved the schedule
     engine = {} if (path / "scheduler.bin").exists() else engine
-    with context_in_block(_pickles_allowed, allow_pickles), schedules_follow_groups(schedulers):
+    with attributes_in_block(outer_calls(), allows_pickles=allow_pickles), schedules_follow_groups(schedulers):
         with without_schedulers(accelerator) if engine else nullcontext():
             result = original(str(path), *args, **kwargs)
         for scheduler in schedulers if engine else ():
@@ -141,14 +140,10 @@ def load_state(original: Callable[..., Any], accelerator: Any, input_dir: Any = 
     return result
 
 
-_pickles_allowed: ContextVar[bool] = ContextVar("_pickles_allowed", default=False)
-"""Whether the ``load_state`` that is running was called with ``load_kwargs={"weights_only": False}``."""
-
-
 def load_custom_state(original: Callable[..., None], obj: Any, path: Any, index: int = 0) -> None:
     """Load the state of a registered object without executing anything that its file may contain."""
     is_planned = isinstance(shared_state().get("fsdp_plugin"), plugins.PlannedFsdpPlugin)
-    if not is_planned or _pickles_allowed.get():
+    if not is_planned or outer_calls().allows_pickles:
         original(obj, path, index)
         return
     obj.load_state_dict(load_state_file(Path(path) / custom_state_file(index)))
@@ -175,7 +170,7 @@ def save_model(
         size, final, root = convert_file_size_to_int(max_shard_size), Path(save_directory), place.root
         with exporting(root, final, step=accelerator.step or None) as save:
             _write_config(root, save.folder)
-            manager.save_model(root, save.folder, "full", max_shard_size=size)
+            manager().save_model(root, save.folder, "full", max_shard_size=size)
 
 
 def _if_planned(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -200,10 +195,10 @@ def _if_planned(function: Callable[..., Any]) -> Callable[..., Any]:
 def save_fsdp_model(
     plugin: Any, accelerator: Any, model: Any, output_dir: Any, model_index: int = 0, adapter_only: bool = False
 ) -> None:
-    folder, save = Path(output_dir), manager.open_save(Path(output_dir))
+    folder, save = Path(output_dir), manager().open_save(Path(output_dir))
     if save is None or model_index not in save.models:  # else the replacement of Trainer.save_model has written it
         adapters = adapter_only and is_peft_model(model)  # the Trainer asks for adapters of any model
-        manager.save_model(model, folder, plugin.state_dict_kind, model_index, adapter_only=adapters)
+        manager().save_model(model, folder, plugin.state_dict_kind, model_index, adapter_only=adapters)
 
 
 @_if_planned
@@ -220,7 +215,7 @@ def save_fsdp_optimizer(
     plugin: Any, accelerator: Any, optimizer: Any, model: Any, output_dir: Any, optimizer_index: int = 0
 ) -> None:
     optimizer, owner = _with_owner(accelerator, optimizer, model)
-    manager.save_optimizer(owner, optimizer, Path(output_dir), plugin.state_dict_kind, optimizer_index)
+    manager().save_optimizer(owner, optimizer, Path(output_dir), plugin.state_dict_kind, optimizer_index)
 
 
 @_if_planned

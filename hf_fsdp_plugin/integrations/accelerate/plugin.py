@@ -82,7 +82,7 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
         self.state_dict_reason = ""
         self.assigned: Mapping[str, Any] = {}
         self.is_in_use = False
-        session.ask_for_fsdp()
+        session().ask_for_fsdp()
         self._use_spec(spec)
 
     @classmethod
@@ -237,11 +237,11 @@ if_sharded = _replace_if(has_sharded_model)
 def init_plugin(original: Callable[..., None], plugin: Any, *args: Any, **kwargs: Any) -> None:
     """Record the arguments of a stock plugin and suppress the constructor's errors, if ``install`` was called."""
     given = dict(inspect.signature(original).bind(*args, **kwargs).arguments)
-    session.start_deferred()
-    if not session.installed:
+    session().start_deferred()
+    if not session().installed:
         original(**given)
         return
-    session.ask_for_fsdp()
+    session().ask_for_fsdp()
     # A setting that this constructor rejects may be supported. If it is not, the spec reports the reason.
     with suppress(ValueError, RuntimeError, KeyError, AttributeError):
         original(**given)
@@ -253,14 +253,14 @@ def spec_of_stock_plugin(plugin: Any, parallelism_config: Any = None) -> FsdpSpe
 
     Returns ``None`` for a planned plugin, and for any plugin without ``install``.
     """
-    if isinstance(plugin, PlannedFsdpPlugin) or not session.installed:
+    if isinstance(plugin, PlannedFsdpPlugin) or not session().installed:
         return None
     if not hasattr(plugin, _ARGUMENTS):
         message = f"a {type(plugin).__name__} was created before install(), so its arguments are unknown."
         raise SpecError([Problem(code="FSDP-E603", message=message, fix="Call hf_fsdp_plugin.install() first.")])
     given, fields = getattr(plugin, _ARGUMENTS)
     assigned = {k: value for k, value in vars(plugin).items() if k != _ARGUMENTS and value is not fields.get(k)}
-    spec = session.load(plugin_object={**given, **assigned}, parallelism_config=parallelism_config)
+    spec = session().load(plugin_object={**given, **assigned}, parallelism_config=parallelism_config)
     print_warnings(spec.problems)
     set_loading_variables(spec)
     return spec

@@ -180,10 +180,10 @@ def shard_model(
     compiler: Any = model.dynamo_ctx if inner is not None else None
     model = model if inner is None else inner
     # 1. Load failures: this rank continues. A rank that could not load the model raises its error on all ranks.
-    agreement.load_failures.close()
+    agreement.load_failures().close()
     name = type(unwrapped(model)).__name__.removeprefix("FSDP")
     with _together(name):
-        resuming.agree_on_attempt(name)
+        resuming.attempt().agree(name)
         sharding.rebind_optimizers(model, optimizers)  # gathered parameters would hide the sharding
         # 2. Plan: the settings of this model, and the decisions from them.
         with agreement.on_all_ranks("planning"):
@@ -209,10 +209,10 @@ def shard_model(
         convert_shards(sharded)
         fp8.apply_autocast(accelerator, plan, sharded)
         # 6. Hooks: the progress, the diagnosis of hangs and the observers of this rank follow the model.
-        record.count_forwards(sharded)
-        watch.follow_thread()
+        record().count_forwards(sharded)
+        watch().follow_thread()
         call_hooks.name_units(sharded)
-        observers.notify("model_prepared", accelerator, sharded, plan, is_trained=is_trained)
+        observers().notify("model_prepared", accelerator, sharded, plan, is_trained=is_trained)
         if compiler is not None:
             # torch.compile breaks graphs at a module's FSDP hooks, so the sharded module is compiled again.
             compile_call(sharded, compiler)
@@ -269,7 +269,7 @@ def _prepare_optimizers(accelerator: Any, optimizers: Sequence[Optimizer]) -> No
         names = " and ".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
         with _together(names), agreement.on_all_ranks("checking the optimizers"):
             _check_parameters(optimizers, models)
-        sharding.sharded_optimizers.update(optimizers)
+        sharding.sharded_optimizers().update(optimizers)
         _adapt_steps(accelerator, optimizers, models)
         plugin.adapted_optimizers.update(optimizers)
         if plugin.spec.checkpoint.asynchronous:
@@ -288,8 +288,8 @@ def _adapt_steps(accelerator: Any, optimizers: Sequence[Optimizer], models: Sequ
         problems += [check_groups(optimizer, model) for model in models]
     script_arguments.print_or_raise([problem for problem in problems if problem is not None])
     for optimizer in optimizers:
-        record.count_steps(optimizer)
-        optimizer.register_step_pre_hook(agreement.first_step.announce)
+        record().count_steps(optimizer)
+        optimizer.register_step_pre_hook(agreement.announce_step)
         notice_accumulation(accelerator, optimizer)
         for model in models:
             free_before_step(model, optimizer)

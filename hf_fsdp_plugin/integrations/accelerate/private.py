@@ -17,7 +17,8 @@ from torch import nn
 from hf_fsdp_plugin.axes import CONTEXT_AXIS
 from hf_fsdp_plugin.contracts import Contract, contracts_of, guard_functions
 from hf_fsdp_plugin.integrations.session import attributes_in_block
-from hf_fsdp_plugin.torch_private.context_parallel import CONTEXT_MESH, add_cpu_attention
+from hf_fsdp_plugin.state import parts_of
+from hf_fsdp_plugin.torch_private.context_parallel import ContextMesh, add_cpu_attention
 
 _ACCELERATOR = "accelerate.accelerator:Accelerator"
 _STATE = "accelerate.state"
@@ -73,7 +74,7 @@ def prepare_context_parallel(accelerator: Any, model: nn.Module) -> None:
     if accelerator.device.type == "cpu":
         add_cpu_attention()
     accelerator._prepare_cp(model)
-    setattr(model, CONTEXT_MESH, accelerator.torch_device_mesh[CONTEXT_AXIS])
+    parts_of(model).put(ContextMesh(accelerator.torch_device_mesh[CONTEXT_AXIS]))
 
 
 def is_prepared(obj: Any) -> bool:

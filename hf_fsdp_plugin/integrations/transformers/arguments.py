@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
-from hf_fsdp_plugin.integrations.patching import install_hooks, install_in_subclass, is_true, set_loading_variables
+from hf_fsdp_plugin.integrations.patching import changes, is_true, set_loading_variables
 from hf_fsdp_plugin.integrations.script_arguments import check_object, print_or_raise
 from hf_fsdp_plugin.integrations.session import attributes_in_block, session
 from hf_fsdp_plugin.messages import print_warnings
@@ -41,16 +41,16 @@ def validate_arguments(original: Callable[..., None], arguments: Any, *args: Any
 
     Without ``use_cpu``, Transformers rejects bf16. With it, Transformers ignores ``ddp_timeout``.
     """
-    install_hooks("accelerate")
+    changes().install("accelerate")
     _apply_old_arguments(arguments)
     if any(getattr(arguments, name, None) for name in ("fsdp", "fsdp_config", *OLD_KEYS)):
-        session.ask_for_fsdp()
-    if not session.uses_fsdp:
+        session().ask_for_fsdp()
+    if not session().uses_fsdp:
         original(*args, **kwargs)
         return
     if is_true("ACCELERATE_USE_CPU"):
         arguments.use_cpu = True
-    with attributes_in_block(session, group_timeout=arguments.ddp_timeout_delta):
+    with attributes_in_block(session(), group_timeout=arguments.ddp_timeout_delta):
         original(*args, **kwargs)
 
 
@@ -64,14 +64,14 @@ def process_fsdp_args(original: Callable[[], Any], arguments: Any) -> Any:
         SpecError: any source has an error. The exception contains all problems of all sources.
     """
     mesh = getattr(arguments, "parallelism_config", None)
-    spec = session.load(training_arguments=fsdp_arguments(arguments), parallelism_config=mesh)
+    spec = session().load(training_arguments=fsdp_arguments(arguments), parallelism_config=mesh)
     print_warnings(spec.problems)
     if not spec.enabled:
         if arguments.fsdp and not spec.uses_xla:
             arguments.fsdp = None  # Transformers turns FSDP on for any text, "false" included
         return original()
     print_or_raise([*check_object(arguments, source=ARGUMENTS)])
-    session.remember(arguments, spec)
+    session().remember(arguments, spec)
     if arguments.fsdp:
         arguments.fsdp = True
         arguments.fsdp_config = _completed_config(arguments.fsdp_config, spec)
@@ -109,7 +109,7 @@ def prepare_distribute_model(
     """
     if distributed_config is None:
         return original(distributed_config, *args, **kwargs)
-    session.ask_for_fsdp()
+    session().ask_for_fsdp()
     is_dict = isinstance(distributed_config, dict)
     given = Sources(distributed_config=distributed_config, environ={})
     read = read_distributed_config(given) if is_dict else None
@@ -141,7 +141,7 @@ def new_arguments(original: Callable[..., Any], kind: type, *args: Any, **kwargs
 
     for each in kind.__mro__[: kind.__mro__.index(TrainingArguments)]:
         if {"__init__", "__dataclass_fields__"} <= vars(each).keys() and issubclass(each, TrainingArguments):
-            install_in_subclass(_CONSTRUCTOR, each)
+            changes().install_in_subclass(_CONSTRUCTOR, each)
     return original(kind) if original is object.__new__ else original(kind, *args, **kwargs)
 
 

@@ -51,7 +51,7 @@ from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, has
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
 from hf_fsdp_plugin.integrations.deepspeed import engine_state, load_schedule
 from hf_fsdp_plugin.integrations.saving import gathered, manager, remove_stale_weights
-from hf_fsdp_plugin.integrations.session import attributes_in_block, session
+from hf_fsdp_plugin.integrations.session import attributes_in_block, current_run
 from hf_fsdp_plugin.integrations.transformers import model_files, private
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.observers import mark_phase
@@ -71,7 +71,7 @@ def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, tri
     plugin: PlannedFsdpPlugin = trainer.accelerator.state.fsdp_plugin
     run = private.run_folder(trainer, trial)
     final = run / f"{TRAINER_PREFIX}{trainer.state.global_step}"
-    if manager.open_save(final) is not None:  # in such a method
+    if manager().open_save(final) is not None:  # in such a method
         original(model, trial)
         return
     is_own = private.has_own_checkpoints(trainer)
@@ -89,7 +89,7 @@ def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, tri
         return manifest_of(trainer.model, _kind_of_checkpoints(trainer) if save.models else "full", **facts)
 
     rotate = partial(_remove_oldest, trainer, run, final)
-    with manager.saving(final, manifest, asynchronous=asynchronous, linked=is_own, after=rotate) as save:
+    with manager().saving(final, manifest, asynchronous=asynchronous, linked=is_own, after=rotate) as save:
         with nullcontext() if is_own else private.using_run_folder(trainer, save.staging.root):
             original(model, trial)
         moving_average.save_averages(prepared_models(trainer.accelerator), save.folder)
@@ -166,7 +166,7 @@ def save_model(
 ) -> Any:
     """Write the model and its companions to an open checkpoint or a Hugging Face folder. Collective."""
     folder = Path(output_dir if output_dir is not None else trainer.args.output_dir)
-    if (save := manager.open_save(folder)) is not None:
+    if (save := manager().open_save(folder)) is not None:
         _write_companions(trainer, save.folder)
         kind, adapters = _kind_of_checkpoints(trainer), model_files.stores_adapters(unwrapped(trainer.model))
         if kind == "full" and (adapters or private.overrides_save(trainer)):
@@ -174,7 +174,7 @@ def save_model(
             writer = "PEFT" if adapters else f"{type(trainer).__name__}._save"
             plugin = trainer.accelerator.state.fsdp_plugin
             plugin.state_dict_reason = f"{writer} writes the whole file, and the shards are written beside it"
-        manager.save_model(trainer.model, save.folder, kind, adapter_only=is_peft_model(trainer.model))
+        manager().save_model(trainer.model, save.folder, kind, adapter_only=is_peft_model(trainer.model))
         return None
     with collective_call(f"save_model of {type(trainer).__name__}"):
         _export(trainer, folder)
@@ -211,10 +211,10 @@ def _export(trainer: Any, folder: Path) -> None:
         found = manifest_of(model, "full", step=trainer.state.global_step, batch=_batch(trainer))
         return replace(found, parameters=_adapter_parameters(save.folder), ties=()) if adapters else found
 
-    with manager.saving(folder, manifest, into=True, after=partial(remove_stale_weights, folder)) as save:
+    with manager().saving(folder, manifest, into=True, after=partial(remove_stale_weights, folder)) as save:
         _write_companions(trainer, save.folder)
         if not adapters:
-            manager.save_model(model, save.folder, "full")
+            manager().save_model(model, save.folder, "full")
 
 
 def _write_companions(trainer: Any, folder: Path) -> None:
@@ -230,7 +230,7 @@ def _write_companions(trainer: Any, folder: Path) -> None:
     inner = unwrapped(trainer.model)
     has_adapters = model_files.stores_adapters(inner)
     state = peft.adapter_state(trainer.model, model_shards(trainer.model)) if has_adapters else {}
-    with on_all_ranks(f"writing {folder}"), attributes_in_block(gathered, paused=True):
+    with on_all_ranks(f"writing {folder}"), attributes_in_block(gathered(), paused=True):
         if not trainer.args.should_save:
             return
         with peft.as_unsharded(inner, state) if has_adapters else model_files.without_progress_bar():
@@ -243,10 +243,10 @@ def _save_on_rank_0(trainer: Any, folder: Path) -> None:
     """Write the whole weights and their companions with the Trainer's method for one process. Collective."""
     place = locate_module(trainer.model)
     assert place is not None, "the replacement is for sharded models"
-    with gathered.on_rank_0(place) as writes, on_all_ranks(f"writing {folder}"):
+    with gathered().on_rank_0(place) as writes, on_all_ranks(f"writing {folder}"):
         if writes:
             with _linked_run_folder(folder):
-                private.save_files(trainer, folder, gathered.state_of(trainer.model) or {})
+                private.save_files(trainer, folder, gathered().state_of(trainer.model) or {})
 
 
 @contextmanager
@@ -256,7 +256,7 @@ def _linked_run_folder(folder: Path) -> Iterator[None]:
     A method of a Trainer's class may read or copy files beside the checkpoint, whose parent is a staging folder.
     Entries that the method writes there are moved to the run's folder. A folder that is not staged is not changed.
     """
-    save, staging = manager.open_save(folder), folder.parent
+    save, staging = manager().open_save(folder), folder.parent
     if save is None or save.staging.root != staging:
         yield
         return
@@ -286,7 +286,7 @@ def _adapter_parameters(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 @if_planned
 def finalize_training(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Wait for the last save, because the Trainer then loads the best checkpoint and may delete others."""
-    manager.wait()
+    manager().wait()
     return original(*args, **kwargs)
 
 
@@ -299,7 +299,7 @@ def checkpoint_to_resume(trainer: Any, resume: Any) -> Any:
     Raises:
         CheckpointError: the selected checkpoint is incomplete, or all checkpoints are.
     """
-    session.first_samples_per_step = None  # of an earlier training in this script
+    current_run().first_samples_per_step = None  # of an earlier training in this script
     if (own := resuming.checkpoint_after_restart(Path(trainer.args.output_dir), TRAINER_PREFIX)) is not None:
         if saved := resuming.continue_run(own):
             _keep_samples_per_step(trainer, saved)

@@ -96,7 +96,7 @@ def from_pretrained_on_axes(original: Callable[..., Any], kind: type, *args: Any
     Raises:
         SpecError: the sizes do not fit the world, or the installed Transformers does not have the axes.
     """
-    spec = session.trainer_spec or session.ambient or FsdpSpec()
+    spec = session().trainer_spec or session().ambient or FsdpSpec()
     mesh = _given_mesh(kwargs)
     if mesh is not None:
         kwargs = {name: value for name, value in kwargs.items() if name not in _OLD_TENSOR_ARGUMENTS}
@@ -140,7 +140,7 @@ def distribute_checked_model(
     Raises:
         SpecError: they do not, or the model has no plan for an axis.
     """
-    collector = ProblemCollector(session.trainer_spec or session.ambient or FsdpSpec())
+    collector = ProblemCollector(session().trainer_spec or session().ambient or FsdpSpec())
     fields = {"replicate": "dp_replicate_size", "shard": "fsdp_size", "tensor": "tp_size", "expert": "ep_size"}
     sizes = {axis: getattr(distributed_config, field, 1) or 1 for axis, field in fields.items()}
     check_divided_layers(MeshPlan(**sizes), model, collector)

@@ -8,7 +8,7 @@ by the labels of all of them. Many models return a mean instead: T5, BART, BERT,
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -17,12 +17,18 @@ from torch import nn
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.state import parts_of
 
-_WATCHED: Final = "_hf_fsdp_watched_loss"
-"""Attribute of a Trainer: weak reference to the model whose loss is watched."""
 _NUM_ITEMS: Final = "num_items_in_batch"
 _NEUTRAL: Final = frozenset({"__get__", "to", "detach", "dim", "size", "numel", "is_floating_point", "is_complex"})
 """Functions of a tensor that do not compute with its value. FSDP calls them for all inputs."""
+
+
+class _Watched:
+    """The model whose loss a Trainer watches, as a weak reference."""
+
+    def __init__(self) -> None:
+        self.model: Callable[[], nn.Module | None] = lambda: None
 
 
 def watch_loss(trainer: Any, model: nn.Module) -> None:
@@ -32,9 +38,10 @@ def watch_loss(trainer: Any, model: nn.Module) -> None:
     """
     dynamo = trainer.accelerator.state.dynamo_plugin
     compiles = trainer.args.torch_compile or (dynamo is not None and dynamo.backend.value.lower() != "no")
-    if compiles or not trainer.model_accepts_loss_kwargs or getattr(trainer, _WATCHED, lambda: None)() is model:
+    watched = parts_of(trainer).get(_Watched)
+    if compiles or not trainer.model_accepts_loss_kwargs or watched.model() is model:
         return
-    setattr(trainer, _WATCHED, weakref.ref(model))
+    watched.model = weakref.ref(model)
     uses: list[str] = []
 
     class Watched(torch.Tensor):

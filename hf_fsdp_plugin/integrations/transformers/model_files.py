@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +41,18 @@ from hf_fsdp_plugin.integrations.torch_functions import flat_storages, is_shard
 from hf_fsdp_plugin.integrations.transformers import private
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem, SpecError
+from hf_fsdp_plugin.state import process
 from hf_fsdp_plugin.text import format_names, plural
 
 _NOT_SHARED = "FSDP-E405"
 _COPY = "Copy the file again, or add the key."
 
 
-@lru_cache(maxsize=1)
-def _read_headers(files: tuple[str, ...]) -> dict[str, ModelTensor]:
-    """Return the tensors of the files. They are kept from when the files are found until the weights are loaded."""
-    return against_model.read_model_headers(files)
+class _Headers(dict[tuple[str, ...], dict[str, ModelTensor]]):
+    """The tensors of the files of a model, from when the files are found until the weights are loaded."""
+
+
+_headers = process.owns(_Headers)
 
 
 @contextmanager
@@ -60,7 +61,7 @@ def raised_everywhere() -> Iterator[None]:
     try:
         yield
     except SpecError as error:
-        load_failures.raise_everywhere(error)
+        load_failures().raise_everywhere(error)
 
 
 def get_shard_files(
@@ -81,8 +82,8 @@ def get_shard_files(
 
 def resolve_files(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Find the files of a model, which may be those of a merged copy of a checkpoint, and read their headers."""
-    load_failures.close()  # this rank tries another load, or the next one
-    _read_headers.cache_clear()
+    load_failures().close()  # this rank tries another load, or the next one
+    _headers().clear()
     if not has_fsdp_settings():
         return original(*args, **kwargs)
     call = bind_call(original, args, kwargs)
@@ -93,7 +94,7 @@ def resolve_files(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     files, metadata = original(**call)
     if files:
         with raised_everywhere():
-            _read_headers(tuple(files))
+            _headers()[tuple(files)] = against_model.read_model_headers(files)
     return files, metadata
 
 
@@ -107,8 +108,9 @@ def check_model(model: Any, files: Sequence[str], load_config: Any) -> dict[str,
         SpecError: on all ranks; the model needs a tensor that is missing, or that has another shape.
     """
     with raised_everywhere():
-        tensors = _read_headers(tuple(files))
-        _read_headers.cache_clear()
+        tensors = _headers().pop(tuple(files), None)
+        if tensors is None:
+            tensors = against_model.read_model_headers(files)
         if not tensors or load_config.is_quantized or load_config.device_mesh is not None:
             return tensors
         state = model.state_dict()
@@ -150,10 +152,10 @@ def save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwar
     Of a model of PEFT, only the weights that PEFT stores are gathered and written: adapters, ``modules_to_save``, and
     embeddings if they are stored.
     """
-    place = None if gathered.paused else locate_module(model)
+    place = None if gathered().paused else locate_module(model)
     if place is None:
         return original(*args, **kwargs)
-    call, answer = bind_call(original, args, kwargs), gathered.state_of(model)
+    call, answer = bind_call(original, args, kwargs), gathered().state_of(model)
     if call.get("distributed_checkpoint"):  # every rank writes its shards to a checkpoint of torch
         with collective_call(call_name("save_pretrained", model), fix=FIX):
             send_buffers(place.root)
@@ -209,7 +211,7 @@ def _write_side_by_side(original: Callable[..., Any], model: Any, place: ModuleL
                         _write(original, model, {**call, "save_directory": str(save.folder)}, {})
                     (save.folder / safetensors_file(HF_MODEL)).unlink(missing_ok=True)
             size = convert_file_size_to_int(call["max_shard_size"])
-            manager.save_model(place.root, save.folder, "full", max_shard_size=size)
+            manager().save_model(place.root, save.folder, "full", max_shard_size=size)
     except CheckpointError as error:
         if any(problem.code != _NOT_SHARED for problem in error.problems):
             raise

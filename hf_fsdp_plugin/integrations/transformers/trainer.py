@@ -33,7 +33,7 @@ from hf_fsdp_plugin.integrations.accelerate.accelerator import is_left_to_transf
 from hf_fsdp_plugin.integrations.accelerate.plugin import if_planned, if_sharded, planned_plugin
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
 from hf_fsdp_plugin.integrations.saving import manager
-from hf_fsdp_plugin.integrations.session import attributes_in_block, session
+from hf_fsdp_plugin.integrations.session import attributes_in_block, current_run, session
 from hf_fsdp_plugin.integrations.transformers import private
 from hf_fsdp_plugin.integrations.transformers.arguments import fsdp_arguments
 from hf_fsdp_plugin.integrations.transformers.checkpoints import (
@@ -50,6 +50,7 @@ from hf_fsdp_plugin.plan.presharded import distributed_config_of
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import with_distributed_config
+from hf_fsdp_plugin.state import parts_of
 from hf_fsdp_plugin.text import format_names
 from hf_fsdp_plugin.torch_private.fsdp1 import flat_shapes
 
@@ -60,13 +61,14 @@ def create_accelerator(original: Callable[[], None], trainer: Any) -> None:
     The Trainer refuses ``save_only_model`` together with a sharded state dict or ``load_best_model_at_end``, because it
     would not save the model. The checkpoints of this package contain the model for every state dict type.
     """
-    patching.install_hooks("accelerate")
+    patching.changes().install("accelerate")
     spec = _spec_of_trainer(trainer)
     only_model = trainer.args.save_only_model and spec is None
-    with attributes_in_block(trainer.args, save_only_model=only_model), attributes_in_block(session, trainer_spec=spec):
+    in_session = attributes_in_block(session(), trainer_spec=spec)
+    with attributes_in_block(trainer.args, save_only_model=only_model), in_session:
         original()
     if spec is not None:
-        setattr(trainer.accelerator, run_report.OUTPUT_DIR, trainer.args.output_dir)
+        parts_of(trainer.accelerator).put(run_report.OutputFolder(trainer.args.output_dir))
 
 
 def _spec_of_trainer(trainer: Any) -> FsdpSpec | None:
@@ -74,11 +76,11 @@ def _spec_of_trainer(trainer: Any) -> FsdpSpec | None:
 
     The stock Trainer trains a model that ``from_pretrained`` has sharded, but cannot resume its training.
     """
-    spec, config = session.spec_of_arguments(trainer.args), distributed_config_of(trainer.model)
+    spec, config = session().spec_of_arguments(trainer.args), distributed_config_of(trainer.model)
     if config is None or (spec is None and is_left_to_transformers(config)):
         return spec
     mesh = trainer.args.parallelism_config
-    spec = spec or session.load(training_arguments=fsdp_arguments(trainer.args), parallelism_config=mesh)
+    spec = spec or session().load(training_arguments=fsdp_arguments(trainer.args), parallelism_config=mesh)
     spec = with_distributed_config(spec, config)
     print_warnings(spec.problems)
     private.hide_loading(trainer.model)
@@ -204,7 +206,7 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
 
     A resume has these steps:
 
-    1. the ranks agree on the attempt of the run (``resuming.agree_on_attempt``);
+    1. the ranks agree on the attempt of the run (``resuming.attempt``);
     2. choose the checkpoint: the newest complete one after a restart, else what the script asks for
        (``checkpoints.checkpoint_to_resume``);
     3. the Trainer's own ``train`` prepares the model and calls ``_load_from_checkpoint``: the shards of the model are
@@ -216,9 +218,9 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
     if trainer.model is not None:  # the Trainer removes it after each trial of a hyperparameter search
         private.show_loading(trainer.model)
     replicate_parameters_of_losses(trainer)
-    session.num_trainings += 1
+    current_run().num_trainings += 1
     resume = found = args[0] if args else kwargs.get("resume_from_checkpoint")
-    resuming.agree_on_attempt(f"{type(trainer).__name__}.train")
+    resuming.attempt().agree(f"{type(trainer).__name__}.train")
     if resuming.is_started_again() or resume:
         found = checkpoint_to_resume(trainer, resume)
         args, kwargs = (found, *args[1:]), {k: v for k, v in kwargs.items() if k != "resume_from_checkpoint"}
@@ -244,7 +246,7 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
         agreed.close()
         for callback in callbacks:
             trainer.remove_callback(callback)
-    manager.wait()
+    manager().wait()
     folder = trainer.args.output_dir
     checkpoint = Path(folder) / f"{TRAINER_PREFIX}{trainer.state.global_step}"
     last = checkpoint if checkpoint.is_dir() else None

@@ -33,7 +33,7 @@ from hf_fsdp_plugin.hangs.watch_files import write_if_possible
 from hf_fsdp_plugin.integrations.accelerate.accelerator import accelerator as planned_accelerator
 from hf_fsdp_plugin.integrations.accelerate.private import SharedStates, set_in_states
 from hf_fsdp_plugin.integrations.install import uninstall
-from hf_fsdp_plugin.integrations.patching import install_hooks, remove_hooks
+from hf_fsdp_plugin.integrations.patching import changes
 from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, torch_dtype
 from hf_fsdp_plugin.plan.meta_model import config_and_class, meta_model
@@ -174,9 +174,9 @@ class Loop:
 
     def enter(self) -> None:
         """Install the hooks and the state of Accelerate that this loop needs. Other loops of the process may differ."""
-        remove_hooks()
+        changes().remove()
         if self.hooked:
-            install_hooks("accelerate")
+            changes().install("accelerate")
         self._states.restore()
 
     def leave(self) -> None:
@@ -192,7 +192,7 @@ def make_loop(case: Case, spec: FsdpSpec, model: nn.Module, device: torch.device
     Raises:
         SpecError: the settings do not fit the model or the number of ranks.
     """
-    remove_hooks()
+    changes().remove()
     SharedStates().restore()
     if case.strategy == DDP:
         return Loop(Accelerator(cpu=device.type == "cpu", mixed_precision=spec.launch.mixed_precision), model)
@@ -291,7 +291,7 @@ def main(folder: Path) -> None:
     handover = LaunchHandover.from_env(os.environ)
     assert handover is not None, "hf-fsdp bench starts its ranks with a handover"
     uninstall()  # each case installs what it needs
-    printer.quiet = True  # the settings were checked by the verb
+    printer().quiet = True  # the settings were checked by the verb
     warnings.simplefilter("ignore")
     local_rank = int(os.environ["LOCAL_RANK"])
     table = get_device(job.device)

@@ -7,15 +7,15 @@ from hf_fsdp_plugin.tools.preflight.stages import preflight
 
 
 def main() -> None:
-    preflight.begin_in_rank()
+    preflight().begin_in_rank()
     try:
         from hf_fsdp_plugin.tools.preflight.builtin_script import train
 
         train()
     except BaseException as error:
-        preflight.end(error if is_failure(error) else None)
+        preflight().end(error if is_failure(error) else None)
         raise
-    preflight.end()
+    preflight().end()
 
 
 if __name__ == "__main__":

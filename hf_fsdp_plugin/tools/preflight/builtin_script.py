@@ -44,30 +44,30 @@ class PreflightArguments(TrainingArguments):
     def __post_init__(self) -> None:
         if self.fp16:
             self.fp16, self.bf16 = False, True
-            preflight.note_change("bf16 is used instead of fp16, which FSDP cannot run on the CPU")
+            preflight().note_change("bf16 is used instead of fp16, which FSDP cannot run on the CPU")
         for name, (value, what) in _NOT_ON_CPU.items():
             if getattr(self, name, None):
                 setattr(self, name, value)
                 if what:
-                    preflight.not_tested(f"{what} ({name})")
+                    preflight().not_tested(f"{what} ({name})")
         super().__post_init__()
         for name, limit in _LIMITS.items():
             value = getattr(self, name, None)
             if isinstance(value, int) and value > limit:
                 setattr(self, name, limit)
-                preflight.note_change(f"{name} is {limit} instead of {value}")
-        self.output_dir = str(preflight.folder / "out")
+                preflight().note_change(f"{name} is {limit} instead of {value}")
+        self.output_dir = str(preflight().folder / "out")
         self.report_to = []
         self.disable_tqdm = True
         if self.push_to_hub:
             self.push_to_hub = False
-            preflight.not_tested("pushes to the Hub")
+            preflight().not_tested("pushes to the Hub")
 
 
 def train() -> None:
     """Make the clone, and run all stages with it."""
     observing.attach(PreflightObserver())
-    name = preflight.options.model
+    name = preflight().options.model
     parse_arguments()  # before a clone is made
     try:
         config, model_class = config_and_class(name)
@@ -78,8 +78,8 @@ def train() -> None:
         problem = Problem(code="FSDP-E709", message=" ".join(str(error).split()), fix=fix)
         raise SpecError([problem]) from error
     if name.endswith(".gguf"):
-        preflight.not_tested("reading the GGUF file")
-    with preflight.stage("clone"):
+        preflight().not_tested("reading the GGUF file")
+    with preflight().stage("clone"):
         folder = _clone_folder(model_class, config)
     run_stages(lambda: _make_trainer(model_class, folder))
 
@@ -95,10 +95,12 @@ def _make_trainer(model_class: Any, folder: Path) -> Trainer:
         fix = "Test this model in a short run of your training script."
         raise SpecError([Problem(code="FSDP-E752", message=str(error), fix=fix)]) from error
     if getattr(model.config, "vision_config", None) is not None and "pixel_values" not in data[0]:
-        preflight.not_tested("images: the made data has text only. Test them in a short run of your training script")
+        preflight().not_tested("images: the made data has text only. Test them in a short run of your training script")
     metric = (arguments.metric_for_best_model or "loss").removeprefix("eval_")
     if metric != "loss":
-        preflight.not_tested(f"the metric {metric!r}, which is made up. Test it in a short run of your training script")
+        preflight().not_tested(
+            f"the metric {metric!r}, which is made up. Test it in a short run of your training script"
+        )
     return Trainer(
         model=model,
         args=arguments,
@@ -111,15 +113,15 @@ def _make_trainer(model_class: Any, folder: Path) -> Trainer:
 
 def _clone_folder(model_class: Any, config: Any) -> Path:
     """Return the folder of the clone. The first rank writes it, the others wait for it."""
-    clone, folder = find_clone(model_class, config), preflight.folder / "clone"
+    clone, folder = find_clone(model_class, config), preflight().folder / "clone"
     for problem in clone.problems:
-        preflight.note(problem)
+        preflight().note(problem)
     if getattr(config, "quantization_config", None) is not None:
-        preflight.not_tested("quantization that the config of the model declares")
-    preflight.record.model |= {
+        preflight().not_tested("quantization that the config of the model declares")
+    preflight().record.model |= {
         "name": model_class.__name__, "num_params": clone.num_params, "real_num_params": clone.real_num_params
     }  # fmt: skip
-    if preflight.rank == 0:
+    if preflight().rank == 0:
         write_clone(model_class, clone, folder)
     deadline = time.monotonic() + _CLONE_SECONDS
     while not folder.exists():
@@ -140,7 +142,7 @@ def parse_arguments() -> PreflightArguments:
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
-            (parsed,) = parser.parse_args_into_dataclasses(["--eval_strategy", "steps", *preflight.options.arguments])
+            (parsed,) = parser.parse_args_into_dataclasses(["--eval_strategy", "steps", *preflight().options.arguments])
     except SpecError:
         raise
     except (SystemExit, ValueError, ImportError, NotImplementedError) as error:

@@ -18,5 +18,5 @@ class PreflightObserver(Observer):
 
     def phase(self, phase: ObservedPhase) -> AbstractContextManager[Any]:
         """Return the stage of a phase. Only the first run records stages."""
-        records = phase in _STAGES and preflight.active and preflight.phase == "first run"
-        return preflight.stage(_STAGES[phase]) if records else nullcontext()
+        records = phase in _STAGES and preflight().active and preflight().phase == "first run"
+        return preflight().stage(_STAGES[phase]) if records else nullcontext()

@@ -23,6 +23,7 @@ from hf_fsdp_plugin.checkpoint.io import write_atomically
 from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.rank_variables import launched_rank, launched_world_size
+from hf_fsdp_plugin.state import process
 
 VARIABLE: Final = "HF_FSDP_PREFLIGHT"
 """Environment variable with the :class:`Options` of a preflight as JSON. Set only for its ranks."""
@@ -157,7 +158,7 @@ class Preflight:
     def begin_in_rank(self) -> None:
         """Begin with the options from the launcher of this process."""
         self.begin(Options(**json.loads(os.environ[VARIABLE])))
-        printer.listener = self._note_warning
+        printer().listener = self._note_warning
 
     def _note_warning(self, message: object) -> None:
         if self.active and isinstance(message, Problem) and message.severity == "warning":
@@ -281,5 +282,5 @@ def _place_of(error: BaseException) -> str:
     return "".join(f" in {os.path.basename(frame.filename)}:{frame.lineno}" for frame in (own or frames)[-1:])
 
 
-preflight = Preflight()
-"""The preflight of this process."""
+preflight = process.owns(Preflight, kept=True)
+"""Return the preflight of this process."""

@@ -50,8 +50,8 @@ class StageCallback(TrainerCallback):
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._is_first = preflight.phase == "first run"
-        self._records_steps = self._is_first and preflight.options.records_steps
+        self._is_first = preflight().phase == "first run"
+        self._records_steps = self._is_first and preflight().options.records_steps
         self.weights: dict[int, Weights] = {}
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -70,7 +70,7 @@ class StageCallback(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         logs = kwargs.get("logs") or {}
         if "loss" in logs and self._records_steps:
-            preflight.record.steps.append({name: float(logs[name]) for name in ("loss", "grad_norm") if name in logs})
+            preflight().record.steps.append({name: float(logs[name]) for name in ("loss", "grad_norm") if name in logs})
         if "loss" in logs and control.should_evaluate:  # the Trainer evaluates right after it has logged the loss
             self._enter("evaluate")
         if "train_runtime" in logs and args.load_best_model_at_end and state.best_model_checkpoint is not None:
@@ -78,7 +78,7 @@ class StageCallback(TrainerCallback):
 
     def _enter(self, stage: str) -> None:
         if self._is_first:
-            preflight.enter(stage)
+            preflight().enter(stage)
 
     def _control(self, args: Any, state: Any, control: Any, *, is_saved_step: bool) -> None:
         control.should_log = is_saved_step or self._records_steps
@@ -94,27 +94,27 @@ def run_stages(make_trainer: Callable[[], Any]) -> None:
         make_trainer: returns a new Trainer with a new model.
     """
     trainer = make_trainer()
-    preflight.phase = "first run"
+    preflight().phase = "first run"
     callback = StageCallback(trainer)
     trainer.add_callback(callback)
 
     def train() -> None:
         trainer.train()
-        manager.wait()
-        preflight.enter(None)
+        manager().wait()
+        preflight().enter(None)
         report_run(trainer.accelerator)
-        file = preflight.folder / REPORT_FILE
-        if preflight.rank == 0 and file.is_file():  # settings that differ from the plan, for example
+        file = preflight().folder / REPORT_FILE
+        if preflight().rank == 0 and file.is_file():  # settings that differ from the plan, for example
             for problem in json.loads(file.read_text())["problems"]:
                 if problem["severity"] != "note":
-                    preflight.note(Problem(**{name: problem[name] for name in ("code", "message", "fix", "setting")}))
+                    preflight().note(Problem(**{name: problem[name] for name in ("code", "message", "fix", "setting")}))
 
-    preflight.attempt("prepare", train)
+    preflight().attempt("prepare", train)
     trainer.remove_callback(callback)
-    preflight.phase = "afterwards"  # what follows records no stages
+    preflight().phase = "afterwards"  # what follows records no stages
     no_saves = trainer.args.save_strategy == "no"
     for stage, is_skipped, reason in (
-        ("clip", preflight.has_passed("update"), "the Trainer does not clip gradients with the Accelerator"),
+        ("clip", preflight().has_passed("update"), "the Trainer does not clip gradients with the Accelerator"),
         ("evaluate", trainer.args.eval_strategy == "no", "eval_strategy is no"),
         ("save", no_saves, "save_strategy is no"),
         ("load best", not trainer.args.load_best_model_at_end, "load_best_model_at_end is not set"),
@@ -122,8 +122,8 @@ def run_stages(make_trainer: Callable[[], Any]) -> None:
         ("resume", trainer.args.save_only_model, "save_only_model is set, so these checkpoints cannot be resumed"),
     ):
         if is_skipped:
-            preflight.skip(stage, reason)
-    if preflight.has_passed("prepare"):
+            preflight().skip(stage, reason)
+    if preflight().has_passed("prepare"):
         _further_stages(trainer, make_trainer, callback.weights)
 
 
@@ -136,8 +136,8 @@ def _further_stages(trainer: Any, make_trainer: Callable[[], Any], weights: Mapp
     checkpoint = Path(trainer.args.output_dir) / f"{TRAINER_PREFIX}{SAVED_STEP}"
 
     def attempt(stage: str, run: Callable[[], Any]) -> None:
-        if not preflight.is_over(stage):
-            preflight.attempt(stage, run)
+        if not preflight().is_over(stage):
+            preflight().attempt(stage, run)
 
     def resume() -> None:
         fresh = make_trainer()
@@ -149,13 +149,13 @@ def _further_stages(trainer: Any, make_trainer: Callable[[], Any], weights: Mapp
             compare_runs(weights[LAST_STEP], callback.weights.get(LAST_STEP, {}))
 
     def export_model() -> None:
-        folder = preflight.folder / "exported"
+        folder = preflight().folder / "exported"
         trainer.save_model(str(folder))
         check_export(trainer.model, weights.get(trainer.state.global_step, {}), folder)
 
     attempt("evaluate", trainer.evaluate)
     attempt("save", lambda: save_checkpoint(trainer))
-    if preflight.has_passed("save") and checkpoint.is_dir():
+    if preflight().has_passed("save") and checkpoint.is_dir():
         attempt("resume", resume)
         attempt("export", lambda: check_export(trainer.model, weights.get(SAVED_STEP, {}), checkpoint))
     elif trainer.args.save_strategy == "no":
@@ -206,7 +206,7 @@ def check_export(model: Any, trained: Weights, source: Path) -> None:
         SpecError: on all ranks: the result has other weights, or an error on rank 0.
     """
     problems: list[Problem] = []
-    if preflight.rank == 0:
+    if preflight().rank == 0:
         try:
             _check_export(unwrapped(model), trained, source)
         except Exception as error:
@@ -218,7 +218,7 @@ def check_export(model: Any, trained: Weights, source: Path) -> None:
 def _check_export(model: Any, trained: Weights, source: Path) -> None:
     folder, wanted = source, trained
     if not any((source / name).is_file() for name in (_ADAPTER_FILE, safetensors_file(HF_MODEL))):
-        folder = preflight.folder / "merged"
+        folder = preflight().folder / "merged"
         merge(source, folder, MergeOptions(config=source if (source / "config.json").is_file() else None))
     if (folder / "adapter_config.json").is_file():
         stored, tolerance = load_file(folder / _ADAPTER_FILE), _ADAPTER_TOLERANCE
@@ -229,7 +229,7 @@ def _check_export(model: Any, trained: Weights, source: Path) -> None:
         dtypes = {value.dtype for value in stored.values() if value.is_floating_point()}
         tolerance = max([_TOLERANCE, *(torch.finfo(dtype).eps for dtype in dtypes)])
     else:
-        preflight.not_tested(f"loading the export, {type(model).__name__} has no from_pretrained")
+        preflight().not_tested(f"loading the export, {type(model).__name__} has no from_pretrained")
         return
     different = differing_names(wanted, stored, tolerance)
     if different and trained:

@@ -44,9 +44,9 @@ class ProfilerCallback(TrainerCallback):
         if args.process_index == 0:
             with contextlib.suppress(OSError):  # no rank writes before the collectives of the first steps
                 files.remove_paths(files.files_of_profile(Path(self._options.folder)))
-        profiling.begin(self._options)
+        profiling().begin(self._options)
         if model is not None:
-            profiling.watch(model)
+            profiling().watch(model)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the result. Collective."""
@@ -54,9 +54,9 @@ class ProfilerCallback(TrainerCallback):
             return
         try:
             with on_all_ranks("profiling"):  # every rank has written its file, or none is kept
-                profiling.end()
-                if profiling.failure is not None:
-                    raise profiling.failure
+                profiling().end()
+                if (failure := profiling().failure) is not None:
+                    raise failure
             if args.process_index == 0:
                 self._write_result()
         except SpecError as error:  # the training is complete, and must not fail
@@ -81,4 +81,4 @@ class ProfilerCallback(TrainerCallback):
 
 
 def _is_profiled_by_command() -> bool:
-    return profiling.active and profiling.options.raises
+    return profiling().active and profiling().options.raises

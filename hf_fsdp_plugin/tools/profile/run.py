@@ -31,12 +31,13 @@ from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.devices import available_device
 from hf_fsdp_plugin.hangs.process_end import is_failure
 from hf_fsdp_plugin.integrations.observing import attach as attach_observer
-from hf_fsdp_plugin.integrations.run_report import stop_reporting
+from hf_fsdp_plugin.integrations.run_report import RunReporter
 from hf_fsdp_plugin.observe.units import UnitObservation, observe_units
 from hf_fsdp_plugin.observers import ObservedCall, ObservedPhase, Observer
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.rank_variables import launched_rank, launched_world_size
+from hf_fsdp_plugin.state import process
 from hf_fsdp_plugin.tools.profile import rank_profile
 from hf_fsdp_plugin.tools.profile.files import NUM_TRACES, OPTIONS_VARIABLE, ProfileOptions, remove_paths, write_file
 from hf_fsdp_plugin.torch_private.functions import profiler_is_running
@@ -124,8 +125,8 @@ def _trains(module: nn.Module) -> bool:
     return module.training and torch.is_grad_enabled()
 
 
-marks = Marks()
-"""The marks of this process."""
+marks = process.owns(Marks)
+"""Return the marks of this process."""
 
 
 class Profiling(Observer):
@@ -165,12 +166,12 @@ class Profiling(Observer):
         self.watch(model)
 
     def phase(self, phase: ObservedPhase) -> AbstractContextManager[Any]:
-        return marks.phase(phase)
+        return marks().phase(phase)
 
     def call(self, kind: ObservedCall, unit: Any) -> AbstractContextManager[Any]:
         if kind == "wait":
-            return marks(rank_profile.WAIT)
-        return marks.of_unit(rank_profile.GATHER if kind == "gather" else rank_profile.REDUCE, unit)
+            return marks()(rank_profile.WAIT)
+        return marks().of_unit(rank_profile.GATHER if kind == "gather" else rank_profile.REDUCE, unit)
 
     def run_ended(self, error: BaseException | None) -> None:
         self.end(failed=error is not None and is_failure(error))
@@ -178,7 +179,7 @@ class Profiling(Observer):
     def watch(self, model: nn.Module) -> None:
         """Mark the forwards of a sharded model. Call it after the model is sharded."""
         if self.active:
-            marks.watch(model)
+            marks().watch(model)
             hook = model.register_forward_pre_hook(self._see_forward, prepend=True, with_kwargs=True)
             self._hooks.append(hook)
             self._model = model if self._model is None else self._model
@@ -193,7 +194,7 @@ class Profiling(Observer):
             return
         self.active = False
         self._detach()
-        marks.unwatch()
+        marks().unwatch()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -226,7 +227,7 @@ class Profiling(Observer):
         self._forwards_per_step, self._num_forwards = max(1, self._num_forwards), 0
         if self._step_began is not None:
             self._seconds[self._num_steps] = now - self._step_began
-        marks.instant(rank_profile.BOUNDARY)
+        marks().instant(rank_profile.BOUNDARY)
         if self._num_steps == options.last_traced:
             self._stop_tracing()
         elif self._num_steps == options.wait:
@@ -244,7 +245,7 @@ class Profiling(Observer):
             if self.options.raises:
                 raise
         if self.options.stops:
-            stop_reporting()  # no report, because the run is not complete
+            process.end(RunReporter)  # no report, because the run is not complete
             raise SystemExit(0)
 
     def _start_tracing(self) -> None:
@@ -257,12 +258,12 @@ class Profiling(Observer):
         activities = set(supported_activities()) if on_device else {ProfilerActivity.CPU}
         self._profiler = torch_profile(activities=activities)
         self._profiler.start()
-        marks.enabled = True
-        marks.instant(rank_profile.BOUNDARY)
+        marks().enabled = True
+        marks().instant(rank_profile.BOUNDARY)
 
     def _stop_tracing(self) -> None:
-        if marks.enabled and self._profiler is not None:
-            marks.enabled = False
+        if marks().enabled and self._profiler is not None:
+            marks().enabled = False
             self._profiler.stop()
 
     def _write(self, profiler: Any) -> None:
@@ -341,10 +342,10 @@ def _not_written(message: str, fix: str) -> SpecError:
     return SpecError([Problem(code="FSDP-E772", message=message, fix=fix, rank=_rank())])
 
 
-profiling = Profiling()
-"""The profile of this process."""
+profiling = process.owns(Profiling)
+"""Return the profile of this process."""
 
 
 def attach(spec: Any) -> None:
     """Profile the script of this rank, with the options that ``hf-fsdp profile`` has put into the environment."""
-    profiling.begin(ProfileOptions(**json.loads(os.environ.pop(OPTIONS_VARIABLE))))
+    profiling().begin(ProfileOptions(**json.loads(os.environ.pop(OPTIONS_VARIABLE))))

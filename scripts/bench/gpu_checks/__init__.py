@@ -34,7 +34,7 @@ def run_check(case: Case) -> Case:
     finally:
         from hf_fsdp_plugin.integrations.saving import manager
 
-        manager.close()  # its buffers are pinned for the next save
+        manager().close()  # its buffers are pinned for the next save
         reset_process()
         if on_accelerator(case):
             gc.collect()

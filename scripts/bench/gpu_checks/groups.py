@@ -111,7 +111,7 @@ def collectives(case: Case) -> Case:
             dist.barrier()
             own = read_calls(dist.get_rank(), path)
         finally:
-            record.close()
+            record().close()
     ranks = [rank_from_json(content) for content in on_all(own.to_json())]
     expect(not compare_calls(ranks), f"the records differ: {compare_calls(ranks)}")
     units = {call.unit for group in own.groups.values() for call in group.calls if call.unit}

@@ -138,7 +138,7 @@ def fused_resume(case: Case) -> Case:
         run.train(4)
         run.accelerator.save_state(str(folder / "saved"))
         expected = run.train(4)
-        manager.wait()
+        manager().wait()
         counts = _step_counts(run)
         del run
         resumed = Run(case, fused=True)

@@ -77,9 +77,9 @@ def _own_saves(case: Case, size: Size, folder: Path) -> dict[str, Any]:
         found[f"{name}_stall_seconds"] = _timed(case, lambda path=path: run.accelerator.save_state(path))
         steps: list[float] = []
         # All ranks leave the loop together: a step of one alone would wait for the others.
-        while not max(on_all(manager.save_in_flight is None or time.perf_counter() - start > 60)):
+        while not max(on_all(manager().save_in_flight is None or time.perf_counter() - start > 60)):
             steps.append(_timed(case, run.step))
-        manager.wait()
+        manager().wait()
         found[f"{name}_write_seconds"] = time.perf_counter() - start
         found[f"{name}_step_seconds_meanwhile"] = max(steps, default=None)
     problems = verify(folder / "second").problems
@@ -87,7 +87,7 @@ def _own_saves(case: Case, size: Size, folder: Path) -> dict[str, Any]:
     run.accelerator.state.fsdp_plugin.async_save = False
     _remove(folder / "first")
     found["synchronous_seconds"] = _timed(case, lambda: run.accelerator.save_state(str(folder / "now")))
-    manager.close()
+    manager().close()
     return found
 
 
@@ -208,7 +208,7 @@ def contexts(case: Case) -> Case:
     with shared_folder() as folder:
         run.accelerator.save_state(str(folder / "saved"))
         run.step()
-        manager.wait()
+        manager().wait()
         found = [index for index in range(count) if has_context(index)]
     expect(found == [own], f"a rank on GPU {own} has contexts on GPUs {found}")
     return {"text": f"{count} GPUs, a context on its own only", "contexts": found}
@@ -228,11 +228,11 @@ def pinned_saves(case: Case) -> Case:
             run.accelerator.save_state(str(folder / name))
             seconds[f"{name}_stall_s"] = round(time.perf_counter() - begin, 3)
             run.step()  # a kernel raises an error that the runtime has kept
-            manager.wait()
+            manager().wait()
             seconds[f"{name}_total_s"] = round(time.perf_counter() - begin, 3)
         run.accelerator.state.fsdp_plugin.async_save = False
         begin = time.perf_counter()
-        manager.save_model(run.model, folder / "now", "sharded")
+        manager().save_model(run.model, folder / "now", "sharded")
         seconds["foreground_s"] = round(time.perf_counter() - begin, 3)
     return seconds
 

@@ -84,9 +84,9 @@ class PlainLoop:
         return loss.detach()
 
     def enter(self) -> None:
-        from hf_fsdp_plugin.integrations.patching import remove_hooks
+        from hf_fsdp_plugin.integrations.patching import changes
 
-        remove_hooks()
+        changes().remove()
 
     def leave(self) -> None:
         """Leave nothing: plain torch has no state of the process."""

@@ -51,7 +51,7 @@ def _check_checkpoint(run: Run, kind: str) -> None:
         run.accelerator.state.fsdp_plugin.set_state_dict_type(kind)
         run.accelerator.save_state(str(folder / kind))
         before = [run.step() for _ in range(3)]
-        manager.wait()
+        manager().wait()
         problems = verify(folder / kind).problems
         expect(not problems, f"{kind} checkpoint: {problems[:1]}")
         run.accelerator.load_state(str(folder / kind))

@@ -120,18 +120,19 @@ def as_stock(trainer: Any, kind: str) -> Iterator[None]:
     """Save as the stock stack does: replace the plugin by Accelerate's and detach the plan from the model."""
     from accelerate.utils import FullyShardedDataParallelPlugin
 
-    from hf_fsdp_plugin.backends.sharding.shard import PLAN_ATTRIBUTE
+    from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
+    from hf_fsdp_plugin.state import parts_of
 
-    state, plan = trainer.accelerator.state, getattr(trainer.model, PLAN_ATTRIBUTE)
+    state, parts = trainer.accelerator.state, parts_of(trainer.model)
     ours = state.fsdp_plugin
     stock = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=f"{kind.upper()}_STATE_DICT")
-    delattr(trainer.model, PLAN_ATTRIBUTE)
+    plan = parts._parts.pop(FsdpPlan)
     state.fsdp_plugin = stock
     try:
         yield
     finally:
         state.fsdp_plugin = ours
-        setattr(trainer.model, PLAN_ATTRIBUTE, plan)
+        parts.put(plan)
 
 
 @contextlib.contextmanager
@@ -204,7 +205,7 @@ def measured_callback(args: argparse.Namespace, folder: Path, results: dict[str,
 
         def wait(self) -> None:
             """Wait for the save in flight, and until rank 0 has seen it."""
-            manager.wait()
+            manager().wait()
             torch_saves.wait()
             if self.watch is not None:
                 self.watch.join()
@@ -214,7 +215,7 @@ def measured_callback(args: argparse.Namespace, folder: Path, results: dict[str,
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             dist.barrier()
-            self.writing = manager.save_in_flight is not None
+            self.writing = manager().save_in_flight is not None
             self.start = time.perf_counter()
 
         def on_step_end(self, arguments: Any, state: Any, control: Any, **_: Any) -> None:

@@ -48,7 +48,7 @@ def record_seconds(record: Any) -> float:
     method = unit_method(lambda unit: end(start(group, tensor, tensor)))
 
     def seconds(is_open: bool) -> float:
-        record.is_open = is_open
+        record().is_open = is_open
         begin = time.process_time()
         for _ in range(NUM_CALLS):
             method(unit)
@@ -68,9 +68,9 @@ def measure(args: argparse.Namespace) -> None:
 
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
-    watch.arm()
-    assert watch.armed is not None
-    calls = watch.armed.files.calls
+    watch().arm()
+    assert watch().armed is not None
+    calls = watch().armed.files.calls
     step, _ = plugin_loop(args, rank)
     block(step, args.warmup)
     before = read_header(calls)
@@ -78,10 +78,10 @@ def measure(args: argparse.Namespace) -> None:
     after = read_header(calls)
     assert before is not None and after is not None
     calls_per_step = (after.count - before.count - 2) / args.block  # without the two barriers of a block
-    times = alternate(args, step, lambda is_open: setattr(record, "is_open", is_open), rank)
-    per_call = record_seconds(record)
+    times = alternate(args, step, lambda is_open: setattr(record(), "is_open", is_open), rank)
+    per_call = record_seconds(record())
     watched = idle_share()
-    watch.disarm()
+    watch().close()
     watcher_share = watched - idle_share()  # without the threads of gloo
     if rank == 0:
         write(args, times, calls_per_step, per_call, watcher_share)

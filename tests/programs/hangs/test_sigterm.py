@@ -34,7 +34,7 @@ ARMED = """
 import ctypes, os, signal, sys, time
 sys.setswitchinterval(1e-4)
 from hf_fsdp_plugin.integrations.failure_watch import watch
-watch.arm()
+watch().arm()
 print("armed", flush=True)
 """
 

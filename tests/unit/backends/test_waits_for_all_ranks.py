@@ -96,7 +96,7 @@ def test_only_the_first_call_waits(world: dist.Store, monkeypatch: pytest.Monkey
 
 def test_first_step_of_another_rank_ends_the_wait(world: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "_SETTLE", SHORT)
-    monkeypatch.setattr(agreement, "first_step", agreement.FirstStepAnnouncer())
+    monkeypatch.setattr(agreement, "first_step", agreement.FirstStepAnnouncer)
     agreement.FirstStepAnnouncer().announce()  # by another rank
     with pytest.raises(SpecError):
         agreement.FirstCalls().wait("clip", fix="", limit=LONG, before_step=True)

@@ -13,7 +13,7 @@ import pytest
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.integrations.failure_watch import watch
 from hf_fsdp_plugin.integrations.hooks import HOOKS
-from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.integrations.session import current_run
 from hf_fsdp_plugin.runs.restart_policy import Restarts
 
 RANK = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -43,6 +43,6 @@ def as_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     for name, value in RANK.items():
         monkeypatch.setenv(name, value)
     yield tmp_path
-    watch.disarm()
-    session.restarts = Restarts()
+    watch().close()
+    current_run().restarts = Restarts()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("hf_fsdp")]

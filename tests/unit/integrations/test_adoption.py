@@ -13,9 +13,9 @@ def test_other_parallelism_is_left_to_transformers(
     axis: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    printer.close()
+    printer().close()
     assert not is_left_to_transformers(SimpleNamespace(tp_size=1, pp_size=None, ep_size=1))
     assert capsys.readouterr().err == ""
     assert is_left_to_transformers(SimpleNamespace(**{axis: 2}))
     assert "FSDP-W650" in capsys.readouterr().err
-    printer.close()
+    printer().close()

@@ -20,7 +20,7 @@ import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.hangs.calls import record
 from hf_fsdp_plugin.hangs.watch_files import RankFiles
 from hf_fsdp_plugin.integrations import resuming as subject
-from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.integrations.session import current_run
 from hf_fsdp_plugin.runs.identity import RunIdentity, attempt_folder, identify_run
 from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts
 
@@ -68,7 +68,7 @@ class World:
         for _ in range(agreements):
             try:
                 attempt.agree("Trainer.train")
-                self._found[rank] = session.restarts
+                self._found[rank] = current_run().restarts
             except hfp.SpecError as error:
                 self._found[rank] = error.problems[0].code
 
@@ -84,10 +84,10 @@ class World:
 @pytest.fixture(autouse=True)
 def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(session, "restarts", Restarts())
-    monkeypatch.setattr(session, "identity", RunIdentity())
+    monkeypatch.setattr(current_run(), "restarts", Restarts())
+    monkeypatch.setattr(current_run(), "identity", RunIdentity())
     yield
-    record.close()
+    record().close()
 
 
 @pytest.mark.parametrize("machines", [1, 3])
@@ -125,10 +125,10 @@ def test_file_of_the_launcher_is_taken_without_messages(tmp_path: Path, monkeypa
     attempt = subject.ProcessAttempt(AGENT)
     attempt.begin(files)
     attempt.agree("Trainer.train")
-    assert session.restarts == known and not world.messages
+    assert current_run().restarts == known and not world.messages
 
 
 def test_process_without_a_launcher_has_no_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch)
     subject.ProcessAttempt({"RANK": "0", "WORLD_SIZE": "1"}).agree("Trainer.train")
-    assert session.restarts == Restarts() and not list(tmp_path.iterdir()) and not world.messages
+    assert current_run().restarts == Restarts() and not list(tmp_path.iterdir()) and not world.messages

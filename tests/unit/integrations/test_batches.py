@@ -15,7 +15,8 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils.data import DataLoader
 from transformers import get_scheduler
 
-from hf_fsdp_plugin.integrations.accelerate.batches import batch_of, check_even_batches, keep_samples_per_step
+from hf_fsdp_plugin.integrations.accelerate.batches import Loop, batch_of, check_even_batches, keep_samples_per_step
+from hf_fsdp_plugin.state import parts_of
 
 
 def prepared(num_samples: int, *, rank: int = 0, even_batches: bool = False, **loading: Any) -> Any:
@@ -58,10 +59,11 @@ def loop(world_size: int, scheduler: Any, monkeypatch: pytest.MonkeyPatch, *, ac
         num_processes=world_size, process_index=0, even_batches=True,
     )  # fmt: skip
     prepared_scheduler = AcceleratedScheduler(scheduler, SimpleNamespace(step_was_skipped=False))
-    return SimpleNamespace(
-        _schedulers=[prepared_scheduler], _dataloaders=[loader], gradient_accumulation_steps=accumulation, step=6,
-        _hf_fsdp_accumulates=True,
-    )  # fmt: skip
+    accelerator = SimpleNamespace(
+        _schedulers=[prepared_scheduler], _dataloaders=[loader], gradient_accumulation_steps=accumulation, step=6
+    )
+    parts_of(accelerator).get(Loop).accumulates = True
+    return accelerator
 
 
 def sgd() -> torch.optim.Optimizer:

@@ -111,7 +111,7 @@ def by_launch(monkeypatch: pytest.MonkeyPatch, *argv: str) -> Decision:
 
 
 def by_arguments(kind: Callable[..., Any], form: Form) -> Decision:
-    return decided(session.spec_of_arguments(kind("out", use_cpu=True, **form)))
+    return decided(session().spec_of_arguments(kind("out", use_cpu=True, **form)))
 
 
 def flags_of(form: Form) -> list[str]:

@@ -14,7 +14,7 @@ import pytest
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.integrations.hooks import HOOKS, Hook
-from hf_fsdp_plugin.integrations.patching import install_hooks, override_hooked_methods
+from hf_fsdp_plugin.integrations.patching import changes, override_hooked_methods
 from hf_fsdp_plugin.integrations.session import session
 
 ROWS = [hook for hooks in HOOKS.values() for hook in hooks if importlib.util.find_spec(hook.module.partition(".")[0])]
@@ -120,7 +120,7 @@ def test_function_is_replaced_where_it_was_imported(stock: dict[str, Any], monke
         monkeypatch.setitem(sys.modules, module.__name__, module)
     original = stock["trl.models.utils:prepare_fsdp"]
     early.prepare_fsdp = original  # type: ignore[attr-defined]
-    install_hooks("accelerate")
+    changes().install("accelerate")
     late.prepare_fsdp = replacing = early.prepare_fsdp
     assert replacing.__wrapped__ is original
     hfp.uninstall()
@@ -128,9 +128,9 @@ def test_function_is_replaced_where_it_was_imported(stock: dict[str, Any], monke
 
 
 def test_installing_twice_wraps_once(stock: dict[str, Any]) -> None:
-    install_hooks(*HOOKS)
+    changes().install(*HOOKS)
     first = {hook.target: current(hook) for hook in existing()}
-    install_hooks(*HOOKS)
+    changes().install(*HOOKS)
     assert {hook.target: current(hook) for hook in existing()} == first
     for target, attribute in first.items():
         function = function_of(attribute)
@@ -142,7 +142,7 @@ def test_installing_twice_wraps_once(stock: dict[str, Any]) -> None:
 def test_wrapped_replacement_calls_original_after_uninstall(stock: dict[str, Any]) -> None:
     import accelerate
 
-    install_hooks("accelerate")
+    changes().install("accelerate")
     replacing = accelerate.Accelerator.end_training
     accelerate.Accelerator.end_training = wrapping = lambda self: replacing(self)  # type: ignore[method-assign]
     try:
@@ -178,8 +178,8 @@ def test_overriding_subclass_calls_replacement_once(stock: dict[str, Any], monke
 
     monkeypatch.setattr(patching, "_replacement", lambda hook: replacement)
     monkeypatch.setattr(Trainer, "_finalize_training", lambda self, value: value)
-    monkeypatch.setattr(session, "uses_fsdp", True)
-    install_hooks("transformers")
+    monkeypatch.setattr(session(), "uses_fsdp", True)
+    changes().install("transformers")
     assert (Base()._finalize_training(1), Derived()._finalize_training(2)) == (1, 2)  # type: ignore[call-arg, arg-type]
     assert calls == ["Base", "Derived"]
     hfp.uninstall()

@@ -32,8 +32,8 @@ def received(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int], **arguments
         "fsdp_config": {"fsdp_version": 2},
         "parallelism_config": {f"parallelism_config_{name}": size for name, size in sizes.items()},
     }
-    monkeypatch.setattr(session, "ambient", load_spec(config, environ={}))
-    monkeypatch.setattr(session, "trainer_spec", None)
+    monkeypatch.setattr(session(), "ambient", load_spec(config, environ={}))
+    monkeypatch.setattr(session(), "trainer_spec", None)
     monkeypatch.setenv("WORLD_SIZE", "8")
     return loading.from_pretrained_on_axes(lambda *args, **kwargs: kwargs, object, **arguments)
 

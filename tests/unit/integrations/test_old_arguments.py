@@ -51,7 +51,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def spec_of(arguments: TrainingArguments) -> hfp.FsdpSpec:
-    spec = session.spec_of_arguments(arguments)
+    spec = session().spec_of_arguments(arguments)
     assert spec is not None
     return spec
 
@@ -178,7 +178,7 @@ def test_old_arguments_without_fsdp_enable_nothing(capsys: pytest.CaptureFixture
     (arguments,) = HfArgumentParser(OwnArguments).parse_args_into_dataclasses(
         ["--output_dir", "out", "--use_cpu", *LAYER]
     )
-    assert session.spec_of_arguments(arguments) is None and not arguments.fsdp
+    assert session().spec_of_arguments(arguments) is None and not arguments.fsdp
     assert capsys.readouterr().err.count("[FSDP-W033]") == 1
 
 

@@ -14,13 +14,13 @@ from hf_fsdp_plugin.tools.preflight.stages import Options, preflight, problems_o
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path) -> Iterator[Path]:
-    preflight.begin(Options(folder=str(tmp_path)))
+    preflight().begin(Options(folder=str(tmp_path)))
     yield tmp_path
-    preflight.active = False
+    preflight().active = False
 
 
 def parsed(*words: str) -> PreflightArguments:
-    preflight.options = Options(folder=preflight.options.folder, arguments=("--use_cpu", "true", *words))
+    preflight().options = Options(folder=preflight().options.folder, arguments=("--use_cpu", "true", *words))
     return parse_arguments()
 
 

@@ -16,7 +16,7 @@ import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.integrations import install
 from hf_fsdp_plugin.integrations.accelerate import accelerator
 from hf_fsdp_plugin.integrations.accelerate.accelerator import init_partial_state
-from hf_fsdp_plugin.integrations.patching import restore_variables
+from hf_fsdp_plugin.integrations.patching import changes
 from hf_fsdp_plugin.integrations.session import attributes_in_block, session
 from hf_fsdp_plugin.torch_private.functions import timeout_of
 
@@ -30,13 +30,13 @@ def give_timeout(**kwargs: Any) -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_later_timeout_is_applied_to_the_group_of_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "early_group", dist.group.WORLD)
+    monkeypatch.setattr(session(), "early_group", dist.group.WORLD)
     before = timeout_of()
     give_timeout()
     assert timeout_of() == before != GIVEN
     give_timeout(timeout=GIVEN)  # InitProcessGroupKwargs, and TrainingArguments on an accelerator
     assert timeout_of() == GIVEN
-    with attributes_in_block(session, group_timeout=GIVEN * 2):  # TrainingArguments on CPU ranks
+    with attributes_in_block(session(), group_timeout=GIVEN * 2):  # TrainingArguments on CPU ranks
         give_timeout()
     assert timeout_of() == GIVEN * 2
 
@@ -55,7 +55,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
     yield dict(os.environ)
-    restore_variables()
+    changes().restore_variables()
 
 
 def added(before: dict[str, str]) -> dict[str, str]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.integrations.patching import remove_hooks
+from hf_fsdp_plugin.integrations.patching import changes
 from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.tools.profile.files import ProfileOptions
 from hf_fsdp_plugin.tools.profile.run import Profiling, marks
@@ -17,8 +17,8 @@ def profiling():
     made = Profiling()
     yield made
     made.end(failed=True)
-    remove_hooks()
-    assert not marks.enabled
+    changes().remove()
+    assert not marks().enabled
 
 
 def train(num_steps: int) -> None:

@@ -216,10 +216,10 @@ def arguments_of(folder: Path, **given: Any) -> Any:
 def printed(rank: None) -> Iterator[Callable[[], list[str]]]:
     """The codes of the problems that are printed in the test."""
     messages: list[Any] = []
-    printer.close()
-    printer.listener = messages.append
+    printer().close()
+    printer().listener = messages.append
     yield lambda: [message.code for message in messages if hasattr(message, "code")]
-    printer.close()
+    printer().close()
 
 
 @pytest.mark.parametrize(("row", "name"), pairs("note", lambda row: not row.elsewhere))
@@ -287,7 +287,7 @@ def test_variables_of_runs_without_fsdp_are_left_alone(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert hfp.install() is None
-    assert raised(lambda: session.load(training_arguments={"fsdp": True})) != []
+    assert raised(lambda: session().load(training_arguments={"fsdp": True})) != []
 
 
 def test_mesh_without_fsdp_is_left_to_accelerate(assess: Callable[..., Any]) -> None:
@@ -374,7 +374,7 @@ def dynamo_argument_is_applied(name: str) -> None:
 
 
 def timeout_is_applied(name: str) -> None:
-    session.early_group = dist.group.WORLD
+    session().early_group = dist.group.WORLD
     Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=77))])
     assert timeout_of() == timedelta(seconds=77)
 
@@ -391,7 +391,7 @@ def other_ddp_backend_is_refused(name: str) -> None:
 
 
 def ddp_timeout_is_applied(name: str) -> None:
-    session.early_group = dist.group.WORLD
+    session().early_group = dist.group.WORLD
     arguments_of(Path("out"), ddp_timeout=77)
     assert timeout_of() == timedelta(seconds=77)
 
@@ -429,7 +429,7 @@ def training_argument_is_applied(name: str) -> None:
 
 def mesh_of_training_arguments_is_applied(name: str) -> None:
     arguments = arguments_of(Path("out"), parallelism_config=MESH)
-    spec = session.spec_of_arguments(arguments)
+    spec = session().spec_of_arguments(arguments)
     assert spec is not None and (spec.mesh.replicate, spec.mesh.shard) == (2, 4)
 
 

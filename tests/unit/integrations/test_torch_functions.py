@@ -13,7 +13,7 @@ from hf_fsdp_plugin.integrations import torch_functions
 
 def test_models_are_searched_only_if_a_tensor_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[str] = []
-    monkeypatch.setattr(torch_functions, "sharded_models", [nn.Linear(2, 2)])
+    monkeypatch.setattr(torch_functions, "sharded_models", lambda: [nn.Linear(2, 2)])
     monkeypatch.setattr(torch_functions, "flat_storages", lambda: searched.append("searched") or set())
     original = torch.save
     monkeypatch.setattr(torch, "save", lambda *args, **kwargs: torch_functions.torch_save(original, *args, **kwargs))

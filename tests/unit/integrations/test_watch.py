@@ -20,16 +20,16 @@ from hf_fsdp_plugin.hangs.calls import Counts, read_calls, record
 from hf_fsdp_plugin.hangs.watch_files import RankFiles, find_peers, remove_files, start_of
 from hf_fsdp_plugin.integrations.failure_record import WatchedRank
 from hf_fsdp_plugin.integrations.failure_watch import watch
-from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.integrations.session import current_run
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.rank_variables import ERROR_FILE_VARIABLE, FILES_VARIABLE, LOG_VARIABLE
 from hf_fsdp_plugin.runs.restart_policy import Restarts
 
 
 def armed() -> WatchedRank:
-    watch.arm()
-    assert watch.armed is not None
-    return watch.armed
+    watch().arm()
+    assert watch().armed is not None
+    return watch().armed
 
 
 def armed_files() -> RankFiles:
@@ -37,26 +37,26 @@ def armed_files() -> RankFiles:
 
 
 def turn() -> None:
-    assert watch._thread is not None
-    watch._thread._turn()
+    assert watch()._thread is not None
+    watch()._thread._turn()
 
 
 def test_process_without_a_rank_is_not_armed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    watch.arm()
-    assert watch.armed is None and not record.is_open
+    watch().arm()
+    assert watch().armed is None and not record().is_open
 
 
 def test_rank_is_armed_once_and_leaves_nothing(as_rank: Path) -> None:
     files = armed_files()
-    watch.arm()
-    assert armed_files() is files and record.is_open and record.main == threading.get_ident()
+    watch().arm()
+    assert armed_files() is files and record().is_open and record().main == threading.get_ident()
     assert [peer.pid for peer in find_peers(files.stem.parent)] == [os.getpid()]
     assert (files.stem.parent.stat().st_mode & 0o777) == 0o700
     assert read_calls(0, files.calls).counts == Counts(0, 0) and files.stacks.exists()
-    watch.disarm()
-    assert list(as_rank.iterdir()) == [] and not record.is_open
-    record.resume_at(0)
+    watch().close()
+    assert list(as_rank.iterdir()) == [] and not record().is_open
+    record().resume_at(0)
 
 
 def test_flight_record_is_written_before_the_end(
@@ -74,7 +74,7 @@ def test_flight_record_is_written_before_the_end(
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
     own.exit_after_hang()
     check_flight_record(tmp_path)
-    watch.disarm()
+    watch().close()
 
 
 def check_flight_record(folder: Path) -> None:
@@ -96,16 +96,16 @@ def test_flight_record_is_written_once_when_nothing_moves(
     check_flight_record(tmp_path)  # and the process runs on
     turn()
     assert list(tmp_path.glob("fsdp_nccl*")) == []
-    watch.disarm()
+    watch().close()
 
 
 def test_rank_under_the_launcher_keeps_its_files(as_rank: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FILES_VARIABLE, str(as_rank / "rank_0"))
     RankFiles(as_rank / "rank_0").restarts.write_text(json.dumps(asdict(Restarts(run_id="a"))))
     files = armed_files()
-    assert files.stem == as_rank / "rank_0" and watch.has_launcher and session.restarts.run_id == "a"
+    assert files.stem == as_rank / "rank_0" and watch().has_launcher and current_run().restarts.run_id == "a"
     assert FILES_VARIABLE not in os.environ, "children of the rank are none"
-    watch.disarm()
+    watch().close()
     assert files.calls.exists()
     remove_files(files.stem)  # which the launcher does
 
@@ -115,22 +115,22 @@ def test_process_forked_by_native_code_writes_nothing(as_rank: Path, monkeypatch
     files = armed_files()
     with monkeypatch.context() as forked:
         forked.setattr(os, "getpid", lambda: 1)
-        watch.failed(ValueError("of the child"))
-        watch.script_ended()
-        watch._at_exit()
-    assert watch._thread is not None and not (
-        watch._thread._stopped.is_set() or files.failure.exists() or files.ended.exists()
+        watch().failed(ValueError("of the child"))
+        watch().script_ended()
+        watch()._at_exit()
+    assert watch()._thread is not None and not (
+        watch()._thread._stopped.is_set() or files.failure.exists() or files.ended.exists()
     )
 
 
 def test_disarmed_watch_ignores_failures_and_exit(as_rank: Path) -> None:
-    watch.failed(ValueError("before"))
+    watch().failed(ValueError("before"))
     files = armed_files()
-    watch.disarm()
-    watch.disarm()
-    watch.failed(ValueError("after"))
-    watch.script_ended()
-    watch._at_exit()
+    watch().close()
+    watch().close()
+    watch().failed(ValueError("after"))
+    watch().script_ended()
+    watch()._at_exit()
     assert list(as_rank.iterdir()) == [] and not files.failure.exists()
 
 
@@ -138,17 +138,17 @@ def test_disarmed_watch_ignores_failures_and_exit(as_rank: Path) -> None:
 def test_hang_of_earlier_ranks_does_not_end_new_ones(as_rank: Path, lives: bool) -> None:
     own = armed()
     files = own.files
-    watch.disarm()
+    watch().disarm()
     files.stem.parent.mkdir(parents=True, mode=0o700)
     start = start_of(os.getpid()) if lives else 1
     content = {"rank": 1, "pid": os.getpid(), "start": start, "host": socket.gethostname()}
     other = RankFiles(files.stem.with_name("rank_1"))
     other.process.write_text(json.dumps(content))
     files.hang.write_text("{}")
-    watch._open(own)
+    watch()._open(own)
     assert files.hang.exists() == lives
-    watch._pid = os.getpid()
-    watch.disarm()
+    watch()._pid = os.getpid()
+    watch().close()
     other.process.unlink()
 
 
@@ -161,8 +161,8 @@ def test_folder_of_others_is_not_used(as_rank: Path, what: str, capfd: pytest.Ca
     else:
         folder.mkdir()
         folder.chmod(0o777)
-    watch.arm()
-    assert watch.armed is None
+    watch().arm()
+    assert watch().armed is None
     assert f"rank 0: hangs are not diagnosed: {folder}" in capfd.readouterr().err
 
 
@@ -170,14 +170,14 @@ def test_folder_of_others_is_not_used(as_rank: Path, what: str, capfd: pytest.Ca
 def test_limit_that_is_no_number_is_refused(as_rank: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "soon")
     with pytest.raises(SpecError) as caught:
-        watch.arm()
+        watch().arm()
     assert caught.value.problems[0].code == "FSDP-E674" and f"{name} is 'soon'" in str(caught.value)
 
 
 def test_limit_of_zero_records_no_collectives(as_rank: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_FSDP_HANG_TIMEOUT", "0")
     armed_files()
-    assert not record.is_open
+    assert not record().is_open
 
 
 def test_failure_is_recorded_for_torchs_agent(as_rank: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,14 +187,14 @@ def test_failure_is_recorded_for_torchs_agent(as_rank: Path, monkeypatch: pytest
     try:
         raise ValueError("no batch")
     except ValueError as error:
-        watch.failed(error)
-        watch.failed(error)
+        watch().failed(error)
+        watch().failed(error)
     failure = json.loads(files.failure.read_text())
     assert failure["message"] == "ValueError: no batch" and failure["frames"][-1]["file"] == __file__
     message = json.loads(error_file.read_text())["message"]
     assert message["message"] == "ValueError: no batch" and int(message["extraInfo"]["timestamp"]) > 0
     assert f"{Path(__file__).name}:" in message["extraInfo"]["py_callstack"]
-    watch.failed(SpecError([Problem(code="FSDP-E674", message="later", fix="none")]))
+    watch().failed(SpecError([Problem(code="FSDP-E674", message="later", fix="none")]))
     assert "later" not in error_file.read_text(), "the first one stays"
 
 
@@ -206,7 +206,7 @@ def test_lost_connection_names_the_rank_that_failed_first(as_rank: Path) -> None
     cause = {"time": 1.0, "type": "ValueError", "frames": [place], "traceback": "", "kind": "exception"}
     other.failure.write_text(json.dumps({**cause, "message": "ValueError: no batch"}))
     error = RuntimeError("Connection closed by peer")
-    watch.failed(error)
+    watch().failed(error)
     assert error.__notes__ == ["hf-fsdp: rank 1 failed first at /train.py:7: ValueError: no batch"]
     other.process.unlink()
     other.failure.unlink()
@@ -222,7 +222,7 @@ def test_lost_connection_names_a_rank_that_is_gone(as_rank: Path, stacks: str, c
     other.process.write_text(json.dumps(content))
     other.stacks.write_text(stacks)
     error = RuntimeError("Connection closed by peer")
-    watch.failed(error)
+    watch().failed(error)
     assert "rank 1 " in error.__notes__[0] and code in error.__notes__[0]
     other.process.unlink()
     other.stacks.unlink()
@@ -245,7 +245,7 @@ def test_rank_that_is_told_to_end_still_names_the_cause(as_rank: Path) -> None:
     timer = threading.Timer(0.3, end)
     timer.start()
     error = RuntimeError("Connection closed by peer")
-    watch.failed(error)
+    watch().failed(error)
     timer.join()
     assert "rank 1 " in error.__notes__[0] and "SIGABRT" in error.__notes__[0]
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

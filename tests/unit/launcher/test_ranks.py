@@ -35,7 +35,7 @@ def test_rank_that_writes_a_checkpoint_has_more_time(
 
 
 def test_ranks_have_longer_than_their_own_handler_waits() -> None:
-    assert SAVE > manager._SIGTERM_TIMEOUT
+    assert SAVE > manager()._SIGTERM_TIMEOUT
 
 
 @pytest.mark.parametrize(("code", "expected"), [("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", -9)])

@@ -29,7 +29,7 @@ CRASH = """\
 import os, sys
 from pathlib import Path
 from hf_fsdp_plugin.hangs.python_stacks import stack_file
-stack_file.open(Path(sys.argv[1]), crashes="record", takes_over=True)
+stack_file().open(Path(sys.argv[1]), crashes="record", takes_over=True)
 os.kill(os.getpid(), int(sys.argv[2]))
 """
 

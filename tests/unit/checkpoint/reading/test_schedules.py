@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from hf_fsdp_plugin.checkpoint.reading.optimizer import _SAVED_POSITIONS, schedules_follow_groups
+from hf_fsdp_plugin.checkpoint.reading.optimizer import SavedPositions, schedules_follow_groups
+from hf_fsdp_plugin.state import parts_of
 
 RATES = (0.1, 0.2, 0.3, 0.4)
 
@@ -59,7 +60,7 @@ def test_loaded_schedule_continues_for_other_groups(name: str, positions: tuple[
     loaded = SCHEDULES[name](new)
     for group, position in zip(new.param_groups, positions, strict=True):
         group["lr"] = groups[position]
-    setattr(new, _SAVED_POSITIONS, positions)
+    parts_of(new).put(SavedPositions(positions))
     with schedules_follow_groups([loaded]):
         loaded.load_state_dict(state)
     assert "load_state_dict" not in vars(loaded)
