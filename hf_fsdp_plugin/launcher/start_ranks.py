@@ -31,10 +31,9 @@ from hf_fsdp_plugin.launcher.processes import RankOutput, RankProcess
 from hf_fsdp_plugin.launcher.rank_environment import RankJob, launch_env, rank_command, rank_env
 from hf_fsdp_plugin.launcher.rendezvous import Rendezvous, SignalException  # imports torch with less output
 from hf_fsdp_plugin.launcher.world import World
-from hf_fsdp_plugin.rank_variables import ERROR_FILE_VARIABLE
+from hf_fsdp_plugin.rank_variables import ERROR_FILE_VARIABLE, LaunchHandover
 from hf_fsdp_plugin.runs.failures import AttemptResult, first_failure, summarize_exit, tell_failure
 from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts, assess_attempt, decide_restart
-from hf_fsdp_plugin.sources.environment import LaunchHandover
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.text import plural
 from hf_fsdp_plugin.torch_private.elastic import AttemptAgent

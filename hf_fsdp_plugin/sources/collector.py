@@ -36,7 +36,6 @@ class Collector(SourceSettings):
     """Collects the settings and problems of one source.
 
     Attributes:
-        source: name for messages; the path of a file as the user wrote it.
         nulls: the values that mean "not set" in this source.
         mentions_fsdp: whether the source has an FSDP setting.
     """

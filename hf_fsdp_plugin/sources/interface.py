@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.sources import tree
 from hf_fsdp_plugin.sources.tree import ConfigFileError, Node
-from hf_fsdp_plugin.vocabulary import canonical_setting
+from hf_fsdp_plugin.vocabulary import BY_NAME, canonical_setting
 
 MAX_BYTES = 1 << 20
 SourceFamily = Literal["accelerate", "training_arguments"]
@@ -176,18 +176,57 @@ class SourceSettings:
     """All settings and problems of one source.
 
     Attributes:
+        source: name for messages; the path of a file as the user wrote it.
         not_set: settings whose key has the value null, which means that they are not set.
         family: selects the defaults; ``None`` if the source does not mention FSDP.
-        level: level of precedence; set by ``spec.precedence.read_all``.
+        level: level of precedence; set by ``spec.load.read_settings``.
         inactive_problems: the problems of inactive settings.
+        enables_fsdp: whether a setting enables FSDP, also one with an invalid value.
     """
 
+    source: str = ""
     settings: list[Setting] = field(default_factory=list)
     not_set: list[Setting] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     family: SourceFamily | None = None
     level: str = ""
     inactive_problems: list[Problem] = field(default_factory=list)
+    enables_fsdp: bool = False
+
+    def joined(self, other: SourceSettings) -> SourceSettings:
+        """Return the settings and problems of both, as those of one source."""
+        lists = {name: [*getattr(self, name), *getattr(other, name)] for name in (*_SETTINGS, *_PROBLEMS)}
+        enables_fsdp = self.enables_fsdp or other.enables_fsdp
+        return replace(self, family=self.family or other.family, enables_fsdp=enables_fsdp, **lists)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return settings whose values are typed, and problems, as JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> SourceSettings:
+        """Return what :meth:`to_json` has converted."""
+        fields = dict(content)
+        for name in _SETTINGS:
+            fields[name] = [_setting_from_json(each) for each in content[name]]
+        for name in _PROBLEMS:
+            fields[name] = [Problem(**{**each, "origin": _origin_from_json(each["origin"])}) for each in content[name]]
+        return cls(**fields)
+
+
+_SETTINGS: Final = ("settings", "not_set")
+_PROBLEMS: Final = ("problems", "inactive_problems")
+
+
+def _setting_from_json(fields: Mapping[str, Any]) -> Setting:
+    row, value = BY_NAME.get(fields["name"]), fields["value"]
+    if row is not None and row.kind == "names" and value is not None:
+        value = tuple(value)
+    return Setting(**{**fields, "value": value, "origin": _origin_from_json(fields["origin"])})
+
+
+def _origin_from_json(fields: Mapping[str, Any] | None) -> Any:
+    return None if fields is None else Origin(**fields)
 
 
 Reader = Callable[[Sources], SourceSettings | None]

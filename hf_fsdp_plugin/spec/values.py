@@ -57,6 +57,7 @@ def parse_settings(source: SourceSettings) -> SourceSettings:
     """Return the settings of a source with typed values and its level, and a problem for each invalid value."""
     settings: list[Setting] = []
     problems: list[Problem] = []
+    inactive: list[Problem] = []
     for setting in source.settings:
         row = BY_NAME.get(setting.name)  # None for internal names such as AUTO_WRAP
         try:
@@ -65,15 +66,24 @@ def parse_settings(source: SourceSettings) -> SourceSettings:
             shown = one_line(repr(setting.value) if isinstance(setting.value, str) else str(setting.value))
             message = f"{setting.origin.spelling} is {shown}; expected {invalid.expected}."
             fix = invalid.fix or f"Correct {setting.origin.spelling}, or remove it."
-            problems.append(setting.problem(invalid.code, message, fix))
+            (inactive if setting.inactive else problems).append(setting.problem(invalid.code, message, fix))
             continue
         is_strategy = setting.name == "sharding.reshard" and isinstance(value, str)
         name = "sharding.strategy" if is_strategy else setting.name
         settings.append(replace(setting, name=name, value=value, level=source.level))
-    if any(problem.code == "FSDP-E122" for problem in problems):
+    if any(problem.code == "FSDP-E122" for problem in (*problems, *inactive)):
         # The product of the other axes is not the world size.
         settings = [setting for setting in settings if not setting.name.startswith("mesh.")]
-    return replace(source, settings=settings, problems=[*source.problems, *problems])
+    return SourceSettings(
+        source=source.source,
+        settings=settings,
+        not_set=source.not_set,
+        problems=[*source.problems, *problems],
+        family=source.family,
+        level=source.level,
+        inactive_problems=[*source.inactive_problems, *inactive],
+        enables_fsdp=any(setting.enables_fsdp for setting in source.settings),
+    )
 
 
 def parse_value(row: SettingRow, raw: Any) -> Any:

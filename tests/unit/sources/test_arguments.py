@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from hf_fsdp_plugin import SpecError, load_spec
-from hf_fsdp_plugin.spec.load import with_distributed_config
+from hf_fsdp_plugin.spec.load import with_script_settings
 
 HUGE = 10**5000
 
@@ -99,7 +99,7 @@ def test_later_distributed_config_of_the_wrong_type_is_an_error() -> None:
     spec = load_spec({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}, environ={})
     for value, code in ((5, "FSDP-E055"), ({"fsdp_size": _nested(25)}, "FSDP-E014")):
         with pytest.raises(SpecError, match=code):
-            with_distributed_config(spec, value)
+            with_script_settings(spec, distributed_config=value)
 
 
 @pytest.mark.parametrize("text", ["0x" + "f" * 4000, "1" * 5000, "[" * 30 + "]" * 30, "1_0", "1__000", "0o17", "1e400"])
