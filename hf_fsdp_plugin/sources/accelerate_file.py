@@ -9,11 +9,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from hf_fsdp_plugin.sources.collector import FSDP_SCOPES, Collector, entry_of
-from hf_fsdp_plugin.sources.interface import ConfigFile, Sources, SourceSettings, config_tree
-from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFileError, Node, parse_text
-from hf_fsdp_plugin.spellings import word_of
-from hf_fsdp_plugin.vocabulary import PROGRAM_KEYS, TRAINING_FILE_MARKS, Scope, find_row, plain_key
+from hf_fsdp_plugin.sources.interface import FSDP_SCOPES, Collector, Sources, SourceSettings, entry_of
+from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFile, ConfigFileError, Node, config_tree, parse_text
+from hf_fsdp_plugin.vocabulary import PROGRAM_KEYS, TRAINING_FILE_MARKS, Scope, find_row, plain_key, word_of
 
 SOURCE = "config"
 MARKS_OF_ACCELERATE: Final = frozenset({"distributed_type", "compute_environment"})

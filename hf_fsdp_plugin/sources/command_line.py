@@ -8,12 +8,10 @@ from typing import Any, NamedTuple
 
 import hf_fsdp_plugin.vocabulary as vocabulary
 from hf_fsdp_plugin.problems import Origin, Problem
-from hf_fsdp_plugin.sources.collector import Collector, entry_of
-from hf_fsdp_plugin.sources.interface import SourceFamily, Sources, SourceSettings
+from hf_fsdp_plugin.sources.interface import Collector, SourceFamily, Sources, SourceSettings, entry_of
 from hf_fsdp_plugin.sources.script_objects import add_fsdp_arguments
 from hf_fsdp_plugin.sources.tree import ConfigEntry
-from hf_fsdp_plugin.spellings import did_you_mean, lower, nearest_word
-from hf_fsdp_plugin.vocabulary import Scope, SettingRow, find_row
+from hf_fsdp_plugin.vocabulary import Scope, SettingRow, did_you_mean, find_row, lower, nearest_word
 
 SOURCE = "command line"
 OVERRIDES = "--set"

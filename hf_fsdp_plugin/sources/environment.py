@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import hf_fsdp_plugin.vocabulary as vocabulary
 from hf_fsdp_plugin.problems import Origin, Problem
-from hf_fsdp_plugin.sources.collector import Collector, entry_of
 from hf_fsdp_plugin.sources.command_line import flags_before_script, machine_range, parse_flags
-from hf_fsdp_plugin.sources.interface import ENVIRONMENT, ConfigFile, Sources, SourceSettings
-from hf_fsdp_plugin.spellings import FALSE_WORDS, NULL_WORDS, TRUE_WORDS, did_you_mean
-from hf_fsdp_plugin.vocabulary import TABLES, Scope, find_row, similar_key
+from hf_fsdp_plugin.sources.interface import ENVIRONMENT, Collector, Sources, SourceSettings, entry_of
+from hf_fsdp_plugin.sources.tree import ConfigFile
+from hf_fsdp_plugin.vocabulary import FALSE_WORDS, NULL_WORDS, TABLES, TRUE_WORDS, Scope
 
 SOURCE = ENVIRONMENT
 PREFIXES: Mapping[str, Scope] = {"FSDP_": "fsdp", "PARALLELISM_CONFIG_": "parallelism", "ACCELERATE_FP8_": "fp8"}
@@ -68,12 +68,12 @@ def _add(out: Collector, name: str, value: str, variables: Mapping[str, str]) ->
         if not upper.startswith(prefix):
             continue
         key = upper.removeprefix(prefix)
-        row = find_row(key, (scope,))
+        row = vocabulary.find_row(key, (scope,))
         if row is not None and not row.name.startswith("launch."):
             out.add_entry(row, entry_of(name, value))
         else:
-            nearest = similar_key(key, (scope,)).removeprefix(prefix.lower()).upper()
-            fix = did_you_mean(nearest and f"{prefix}{nearest}", "Unset it.")
+            nearest = vocabulary.similar_key(key, (scope,)).removeprefix(prefix.lower()).upper()
+            fix = vocabulary.did_you_mean(nearest and f"{prefix}{nearest}", "Unset it.")
             message = f"the environment variable {name} is not a setting and is ignored."
             out.report("FSDP-W035", entry_of(name, value), message, fix)
 

@@ -20,12 +20,10 @@ from typing import Any, Final
 
 from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.sources.accelerate_file import FsdpConfig, add_fsdp_config
-from hf_fsdp_plugin.sources.collector import Collector, entry_of
-from hf_fsdp_plugin.sources.interface import ConfigFile, Sources, SourceSettings, config_tree
-from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFileError
-from hf_fsdp_plugin.spellings import FALSE_WORDS, TRUE_WORDS, word_of
+from hf_fsdp_plugin.sources.interface import Collector, Sources, SourceSettings, entry_of
+from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFile, ConfigFileError, config_tree
 from hf_fsdp_plugin.strategies import strategy_of
-from hf_fsdp_plugin.vocabulary import find_row, plain_key
+from hf_fsdp_plugin.vocabulary import FALSE_WORDS, TRUE_WORDS, find_row, plain_key, word_of
 
 DISTRIBUTED_CONFIG = "DistributedConfig"
 ARGUMENTS = "TrainingArguments"

@@ -12,8 +12,9 @@ from hf_fsdp_plugin.problems import DEFAULT_ORIGIN, Origin, Problem, SpecError, 
 from hf_fsdp_plugin.sources import accelerate_file, command_line, environment, script_objects
 from hf_fsdp_plugin.sources.accelerate_file import FsdpConfig
 from hf_fsdp_plugin.sources.environment import locate_config
-from hf_fsdp_plugin.sources.interface import ConfigFile, Setting, Sources, SourceSettings, check_arguments, config_of
+from hf_fsdp_plugin.sources.interface import Setting, Sources, SourceSettings, check_arguments, config_of
 from hf_fsdp_plugin.sources.script_objects import FsdpOptions
+from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec, defaults_of
 from hf_fsdp_plugin.spec.precedence import PRECEDENCE, active_settings, derive_spec, merge_levels, sorted_by_precedence
 from hf_fsdp_plugin.spec.rules import check_rules

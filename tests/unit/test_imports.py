@@ -22,7 +22,6 @@ TORCH_FREE = (
     "problems",
     "strategies",
     "axes",
-    "spellings",
     "vocabulary",
     "sources",
     "spec",

@@ -23,9 +23,9 @@ from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.parameters import reads_base_layer
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
-from hf_fsdp_plugin.spec.fp8 import fp8_backend
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import with_script_settings
+from hf_fsdp_plugin.spec.rules import fp8_backend
 from hf_fsdp_plugin.text import format_names, plural
 
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 from hf_fsdp_plugin.cli import output
 from hf_fsdp_plugin.cli.output import Color, colored
 from hf_fsdp_plugin.problems import DEFAULT_ORIGIN, Origin, Problem, SpecError, has_errors
-from hf_fsdp_plugin.sources.interface import ConfigFile, Sources, SourceSettings
+from hf_fsdp_plugin.sources.interface import Sources, SourceSettings
+from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.spec.rules import check_defaults_without_script, defaults_of_script, fsdp_is_off
@@ -130,7 +131,7 @@ def plan_with_problems(
     spec: FsdpSpec, model: nn.Module, *, world_size: int, device_type: str
 ) -> tuple[FsdpPlan | None, tuple[Problem, ...]]:
     """Return the plan and its problems; no plan if a problem is an error."""
-    from hf_fsdp_plugin.plan.padding import with_padding_warning
+    from hf_fsdp_plugin.plan.parameters import with_padding_warning
     from hf_fsdp_plugin.plan.resolve import resolve
 
     try:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from hf_fsdp_plugin.rank_variables import LAUNCH_VARIABLE, LaunchHandover
-from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
+from hf_fsdp_plugin.sources.interface import Sources
+from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.spec.load import combine, read_settings
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from hf_fsdp_plugin.rank_variables import LaunchHandover
-from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
+from hf_fsdp_plugin.sources.interface import Sources
+from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.spec import load
 from hf_fsdp_plugin.tools.convert.conversion import with_converted_config
 from hf_fsdp_plugin.vocabulary import PROGRAM_KEYS

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
+from hf_fsdp_plugin.sources.interface import Sources
+from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.tools.convert.dialects import reader
 from hf_fsdp_plugin.tools.convert.dialects.shell_commands import parse_commands
 
