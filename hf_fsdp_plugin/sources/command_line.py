@@ -155,7 +155,7 @@ def add_flag(out: Collector, flag: GivenFlag) -> None:
     elif flag.name in RENAMED or flag.name.lower().startswith(("fsdp", "parallelism_config")):
         nearest = RENAMED.get(flag.name) or vocabulary.similar_key(flag.name, ("fsdp", "parallelism"))
         fix = did_you_mean(nearest and f"--{nearest}", "Remove it.")
-        out.report("FSDP-E030", flag_entry(flag), f"unknown flag '{flag.written}'.", fix)
+        out.report("FSDP-E020", flag_entry(flag), f"unknown flag '{flag.written}'.", fix)
 
 
 def flag_entry(flag: GivenFlag) -> ConfigEntry:
@@ -196,10 +196,10 @@ def read_overrides(sources: Sources) -> SourceSettings | None:
         row = vocabulary.BY_NAME.get(lower(name)) if "." in name else find_row(name, _ALL_SCOPES)
         if row is not None and row.opens is not None and not entry.value.is_mapping:
             fix = "Set one of its settings, such as sharding.strategy=shard_grad_op, or pass --fsdp_config with JSON."
-            out.report("FSDP-E032", entry, f"'{name}' is a section, not a setting.", fix)
+            out.report("FSDP-E020", entry, f"'{name}' is a section, not a setting.", fix)
         elif row is None:
             fix = did_you_mean(_nearest_name(name), "hf-fsdp check --json lists the names.")
-            out.report("FSDP-E032", entry, f"unknown setting '{name}'.", fix)
+            out.report("FSDP-E020", entry, f"unknown setting '{name}'.", fix)
         else:
             out.add_entry(row, entry)
     if sources.world_size is not None:

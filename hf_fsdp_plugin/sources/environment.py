@@ -58,8 +58,7 @@ def _add(out: Collector, name: str, value: str, variables: Mapping[str, str]) ->
             out.mentions_fsdp = True
             out.add("launch.distributed_type", entry_of(name, value), value="FSDP", implied=True)
         elif word not in FALSE_WORDS | {""}:
-            message = f"{name} is {value!r}; expected true or false."
-            out.report("FSDP-E036", entry_of(name, value), message, "Correct or unset it.")
+            out.expect(entry_of(name, value), "true or false", "Correct or unset it.")
     elif upper == "FSDP_MIN_NUM_PARAMS" and word == LAUNCHER_MIN_NUM_PARAMS and not is_size_policy:
         return
     elif upper in ACCELERATE and (ACCELERATE[upper] != "use_cpu" or word not in FALSE_WORDS):

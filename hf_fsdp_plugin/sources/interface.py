@@ -121,7 +121,7 @@ class SourceSettings:
 
     def joined(self, other: SourceSettings) -> SourceSettings:
         """Return the settings and problems of both, as those of one source."""
-        lists = {name: [*getattr(self, name), *getattr(other, name)] for name in (*_SETTINGS, *_PROBLEMS)}
+        lists: Any = {name: [*getattr(self, name), *getattr(other, name)] for name in (*_SETTINGS, *_PROBLEMS)}
         enables_fsdp = self.enables_fsdp or other.enables_fsdp
         return replace(self, family=self.family or other.family, enables_fsdp=enables_fsdp, **lists)
 
@@ -424,9 +424,8 @@ class Collector(SourceSettings):
             if dtype in OFF:  # fp8: false is the default
                 self.add(OFF[dtype], entry, value=False, implied=True)
         else:
-            message = f"{entry.key} is {entry.value.text!r}; expected true or false."
             fix = f"Write {entry.key}: true, or remove the key."
-            self.report("FSDP-E024", entry, message, fix, setting="launch.mixed_precision")
+            self.expect(entry, "true or false", fix, setting="launch.mixed_precision")
 
     def _add_param_dtype(self, entry: ConfigEntry, mode: object) -> None:
         """Add the parameter dtype that a mixed precision mode implies, if the mode is valid."""

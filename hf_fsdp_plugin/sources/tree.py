@@ -184,7 +184,7 @@ def _check_json(text: str, source: str) -> None:
         json.loads(text, parse_int=str)  # the parser of the value reports a number of too many digits
     except json.JSONDecodeError as error:
         message = f"invalid JSON: {error.msg}."
-        raise ConfigFileError("FSDP-E007", message, "Correct this line.", source=source, line=error.lineno) from None
+        raise ConfigFileError("FSDP-E006", message, "Correct this line.", source=source, line=error.lineno) from None
     except (RecursionError, ValueError):
         raise ConfigFileError("FSDP-E012", *_TOO_DEEP, source=source) from None
 

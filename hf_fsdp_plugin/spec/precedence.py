@@ -31,7 +31,7 @@ PRECEDENCE: Final[tuple[tuple[str, Reader], ...]] = (
 
 ``TrainingArguments``, ``FullyShardedDataParallelPlugin`` and ``ParallelismConfig`` are one level, because all are part
 of the script. If they set a setting to different values, the first of them overrides the others. If one sets the
-strategy and the other a different ``reshard_after_forward``, neither has precedence, which is the error FSDP-E107.
+strategy and the other a different ``reshard_after_forward``, neither has precedence, which is the error FSDP-E102.
 
 A cluster sets the variables of torchrun for each job, so they override a file, which has a number of machines too.
 """
@@ -321,7 +321,7 @@ def _combine_reshard(settings: Settings, reshard: Setting, version: int, problem
     else:
         message = f"{strategy.written} conflicts with {reshard.origin}, which means {other.value}."
         fix = f"Keep one of them: {strategy.value}, or {other.value}."
-        problems.append(strategy.problem("FSDP-E107", message, fix))
+        problems.append(strategy.problem("FSDP-E102", message, fix))
 
 
 def _combine_mesh(settings: Settings, problems: list[Problem]) -> None:

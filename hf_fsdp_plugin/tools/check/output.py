@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
     from hf_fsdp_plugin.tools.preflight.run import PreflightResult
 
-_UNKNOWN_KEYS: Final = frozenset({"FSDP-E020", "FSDP-E030", "FSDP-E032"})
 _PARAGRAPH: Final = 110
 _ROW_INDENT: Final = 4
 """Width of the line numbers before the keys."""
@@ -193,7 +192,7 @@ def settings_table(spec: FsdpSpec, problems: Sequence[Problem], shown: str | Non
 
 def _origin_text(origin: Origin, shown: str | None, room: int | None) -> str:
     """Return an origin, without its value if that does not fit: the second column contains it."""
-    place = "" if origin.source in ("command line", "--set") else origin.place
+    place = "" if origin.source in ("command line", "--set") else origin.source_line
     if origin.file is not None and origin.file == shown:
         place = str(origin.line or "").rjust(_ROW_INDENT) + " "
     flag = "--set" if origin.source == "--set" else ""
@@ -209,7 +208,7 @@ def refused_settings(spec: FsdpSpec, problems: Iterable[Problem]) -> dict[str, O
         name, origin, key = problem.setting, problem.origin, problem.suggestion
         if problem.severity != "error" or origin is None or origin == DEFAULT_ORIGIN or not origin.spelling:
             continue
-        if problem.code in _UNKNOWN_KEYS:
+        if problem.code == "FSDP-E020":
             row = BY_NAME.get(key) or find_row(key, dict.fromkeys(row.scope for row in ROWS)) if key else None
             name = canonical_setting(row.name) if row is not None else None
         if name in names and not spec.asked(name):

@@ -230,7 +230,7 @@ def test_unknown_flag_has_a_suggestion(capsys, argv, hint):
 
 def test_section_in_set_names_what_to_write(capsys, config):
     code, result = check(capsys, str(config), "--set", "fsdp_config=x")
-    (problem,) = (problem for problem in result["problems"] if problem["code"] == "FSDP-E032")
+    (problem,) = (problem for problem in result["problems"] if problem["code"] == "FSDP-E020")
     assert code == 1 and "section" in problem["message"] and "--fsdp_config" in problem["fix"]
 
 

@@ -156,7 +156,7 @@ def test_json_has_the_outcome_of_every_key(hf_fsdp, source):
         ('{"zero_optimization": {"stag": 3}}', "FSDP-E061"),
         ('{"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 3}}', "FSDP-E101"),
         ('{"distributed_type": "NO"}', "FSDP-E736"),
-        ("{", "FSDP-E007"),
+        ("{", "FSDP-E006"),
     ],
 )
 def test_invalid_source_is_one_error_and_writes_nothing(hf_fsdp, tmp_path, text, code):

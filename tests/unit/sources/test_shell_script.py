@@ -109,7 +109,7 @@ def test_fsdp_flags_of_accelerate_launch_are_read(assess, script, tmp_path):
     assert found(script(f"nohup accelerate launch {flags} train.py > log 2>&1 &\n")) == []
     spec = assess(tmp_path / "train.sh").spec
     assert (spec.sharding.strategy, spec.offload.params, spec.fsdp.version) == ("shard_grad_op", True, 1)
-    assert found(script("accelerate launch --fsdp_offload_param true train.py\n")) == ["FSDP-E030"]
+    assert found(script("accelerate launch --fsdp_offload_param true train.py\n")) == ["FSDP-E020"]
 
 
 def test_deepspeed_flags_of_accelerate_launch_are_converted(assess, script, tmp_path):
