@@ -6,12 +6,12 @@ import importlib.util
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Final
 
 from hf_fsdp_plugin.axes import MODEL_AXES
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.sources.interface import enables_fsdp
-from hf_fsdp_plugin.spec.fsdp_spec import FAMILY_DEFAULTS, FsdpSpec
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.precedence import OTHER_ENGINES
 from hf_fsdp_plugin.spec.values import is_class_name
 from hf_fsdp_plugin.strategies import STRATEGIES
@@ -79,25 +79,6 @@ def fsdp_is_off(spec: FsdpSpec) -> Problem:
     message = f"FSDP is not enabled by these settings{f' ({origin})' if origin is not None else ''}."
     fix = "Set distributed_type: FSDP and an fsdp_config, or fsdp=True in TrainingArguments, to shard the model."
     return spec.problem("FSDP-W124", "launch.distributed_type", message, fix)
-
-
-def defaults_of_script(spec: FsdpSpec) -> Mapping[str, Any]:
-    """Return the settings that have another default in a script whose ``TrainingArguments`` set ``fsdp``."""
-    defaults = FAMILY_DEFAULTS["training_arguments"] if spec.enabled else {}
-    return {name: value for name, value in defaults.items() if not spec.asked(name) and spec.get(name) != value}
-
-
-def check_defaults_without_script(spec: FsdpSpec) -> Iterator[Problem]:
-    """Report defaults that depend on the script, for a caller that does not know the script."""
-    if of_script := defaults_of_script(spec):
-        keys = " and ".join(BY_NAME[name].key for name in of_script)
-        here = ", ".join(f"{name} {spec.get(name)}" for name in of_script)
-        there = ", ".join(f"{name} {value}" for name, value in of_script.items())
-        message = (
-            f"no source sets {keys}, and the defaults depend on the script: {here}; if TrainingArguments in the script "
-            f"set fsdp: {there}."
-        )
-        yield spec.problem("FSDP-N161", next(iter(of_script)), message, f"Set {keys}.")
 
 
 def _check_xla(spec: FsdpSpec) -> Iterator[Problem]:

@@ -37,7 +37,7 @@ from hf_fsdp_plugin.plan.modules import spec_of_further_model
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.plan.units import distributed_config_of
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
-from hf_fsdp_plugin.sources.script_objects import PLUGIN, STATE_DICT_CONFIGS, state_dict_options, unused_options
+from hf_fsdp_plugin.sources.script_objects import PLUGIN, STATE_DICT_CONFIGS, is_of_peft, unused_options
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec, StateDictKind
 from hf_fsdp_plugin.spec.load import with_script_settings
 from hf_fsdp_plugin.strategies import STRATEGIES
@@ -106,8 +106,8 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
                 self.assigned = {**self.assigned, name: value}
             elif not (is_of_peft(value) and self.spec.wrap.policy == "transformer"):
                 raise refused_assignment(name, "a model has been prepared already", "Assign it before prepare().")
-        if name in STATE_DICT_CONFIGS and (options := state_dict_options(value)):
-            print_once(Problem(code="FSDP-N136", message=unused_options(name, options), origin=Origin(source=PLUGIN)))
+        if name in STATE_DICT_CONFIGS and (message := unused_options(name, value)):
+            print_once(Problem(code="FSDP-N136", message=message, origin=Origin(source=PLUGIN)))
         self.__dict__[name] = value
 
     def spec_for(self, model: nn.Module, *, is_first: bool = True, is_trained: bool = True) -> FsdpSpec:
@@ -346,13 +346,6 @@ def refused_assignment(name: str, reason: str, fix: str) -> SpecError:
     """Return the error that an assignment would have no effect."""
     message = f"accelerator.state.fsdp_plugin.{name} was assigned, but {reason}."
     return SpecError([Problem(code="FSDP-E632", message=message, fix=fix)])
-
-
-def is_of_peft(policy: Any) -> bool:
-    """Return whether a wrap policy is the one that PEFT's ``fsdp_auto_wrap_policy`` returns."""
-    inner = getattr(policy, "keywords", {}).get("policies", ())
-    functions = (getattr(each, "keywords", {}).get("lambda_fn") for each in inner)
-    return any(str(getattr(function, "__module__", "")).startswith("peft.") for function in functions)
 
 
 def with_mixed_precision(spec: FsdpSpec, given: Any) -> FsdpSpec:

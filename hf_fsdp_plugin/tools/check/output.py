@@ -5,7 +5,7 @@ The plan of a model imports torch when it is made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,11 +14,12 @@ from hf_fsdp_plugin.cli.output import Color, colored
 from hf_fsdp_plugin.problems import DEFAULT_ORIGIN, Origin, Problem, SpecError, has_errors
 from hf_fsdp_plugin.sources.interface import Sources, SourceSettings
 from hf_fsdp_plugin.sources.tree import ConfigFile
-from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
+from hf_fsdp_plugin.spec.fsdp_spec import FAMILY_DEFAULTS, FsdpSpec
 from hf_fsdp_plugin.spec.load import assess
-from hf_fsdp_plugin.spec.rules import check_defaults_without_script, defaults_of_script, fsdp_is_off
+from hf_fsdp_plugin.spec.rules import fsdp_is_off
 from hf_fsdp_plugin.spec.values import setting_to_json
-from hf_fsdp_plugin.text import format_value, plural, printable, wrap_items, wrap_words
+from hf_fsdp_plugin.text import format_value, plural, printable, wrap_words
+from hf_fsdp_plugin.tools.text import wrap_items
 from hf_fsdp_plugin.vocabulary import BY_NAME, ROWS, canonical_setting, find_row
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def check_sources(
         plan, more = find_plan(spec)
         problems += more
     if not has_errors(problems):
-        problems += check_defaults_without_script(spec)
+        problems += _check_defaults_without_script(spec)
     config = sources.config.shown if isinstance(sources.config, ConfigFile) else None
     problems = output.in_line_order(dict.fromkeys(problems))
     code = output.exit_code(problems, config)
@@ -239,7 +240,7 @@ def describe_run(spec: FsdpSpec) -> str:
     precision: str = "no mixed precision" if spec.precision.param == "auto" else spec.precision.param
     precision = f"fp8 and {precision}" if spec.uses_fp8 else precision
     text = f"Runs FSDP{spec.fsdp.version} {spec.sharding.strategy} {on}; {_units(spec)}; {precision}."
-    if of_script := defaults_of_script(spec):
+    if of_script := _defaults_of_script(spec):
         scripted = spec.with_values(of_script, {})
         text += (
             f" If TrainingArguments in the script set fsdp, it runs FSDP{scripted.fsdp.version}; {_units(scripted)}."
@@ -253,3 +254,22 @@ def _units(spec: FsdpSpec) -> str:
         "size": f"units of at least {spec.wrap.min_num_params:,} parameters",
         "none": "the whole model is one unit",
     }[spec.wrap.policy]
+
+
+def _defaults_of_script(spec: FsdpSpec) -> Mapping[str, Any]:
+    """Return the settings that have another default in a script whose ``TrainingArguments`` set ``fsdp``."""
+    defaults = FAMILY_DEFAULTS["training_arguments"] if spec.enabled else {}
+    return {name: value for name, value in defaults.items() if not spec.asked(name) and spec.get(name) != value}
+
+
+def _check_defaults_without_script(spec: FsdpSpec) -> Iterator[Problem]:
+    """Report defaults that depend on the script, for a caller that does not know the script."""
+    if of_script := _defaults_of_script(spec):
+        keys = " and ".join(BY_NAME[name].key for name in of_script)
+        here = ", ".join(f"{name} {spec.get(name)}" for name in of_script)
+        there = ", ".join(f"{name} {value}" for name, value in of_script.items())
+        message = (
+            f"no source sets {keys}, and the defaults depend on the script: {here}; if TrainingArguments in the script "
+            f"set fsdp: {there}."
+        )
+        yield spec.problem("FSDP-N161", next(iter(of_script)), message, f"Set {keys}.")
