@@ -176,3 +176,15 @@ def test_second_install_names_the_replaced_config(tmp_path: Path, capsys: pytest
     spec = hfp.install(paths[1])
     assert spec is not None and spec.get("fsdp.version") == 2
     assert f"{paths[1]}, which replaces {paths[0]}" in capsys.readouterr().err
+
+
+def test_script_without_launcher_reads_its_config_once(tmp_path: Path) -> None:
+    path = tmp_path / "fsdp.yaml"
+    path.write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_offload_params: true\n")
+    hfp.install(path)
+    path.unlink()
+    arguments = TrainingArguments("out", use_cpu=True, fsdp=True, fsdp_config={"version": 2})
+    spec = session.spec_of_arguments(arguments)
+    assert spec is not None and spec.offload.params and spec.origin("offload.params").source_line == f"{path}:3"
+    second = hfp.install(overrides=["mesh.shard=1"])  # it completes the settings of the first call
+    assert second is not None and second.offload.params and second.mesh.shard == 1
