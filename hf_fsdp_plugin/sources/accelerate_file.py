@@ -117,7 +117,7 @@ def _parse_fsdp_config(config: FsdpConfig | ConfigFile, source: str) -> tuple[No
         source = config.shown if isinstance(config, ConfigFile) else source
         return _own_tree(config, source), source
     message = f"fsdp_config is {entry_of('', config).value.shown}; expected a dict, a path or JSON text."
-    raise ConfigFileError("FSDP-E034", message, "Pass a dict.", source=source)
+    raise ConfigFileError("FSDP-E055", message, "Pass a dict.", source=source)
 
 
 def _add_config(out: Collector, root: Node, *, is_whole: bool, scopes: tuple[Scope, ...]) -> None:

@@ -191,7 +191,7 @@ def check_arguments(sources: Sources) -> tuple[Problem, ...]:
                 from_python(value)
         except ValueError:
             message, fix = f"{name} contains itself or is nested too deeply.", "Pass a dict of plain values."
-            problems.append(Problem(code="FSDP-E014", message=message, fix=fix, origin=origin))
+            problems.append(Problem(code="FSDP-E055", message=message, fix=fix, origin=origin))
     return tuple(problems)
 
 

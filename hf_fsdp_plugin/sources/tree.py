@@ -186,7 +186,7 @@ def _check_json(text: str, source: str) -> None:
         message = f"invalid JSON: {error.msg}."
         raise ConfigFileError("FSDP-E006", message, "Correct this line.", source=source, line=error.lineno) from None
     except (RecursionError, ValueError):
-        raise ConfigFileError("FSDP-E012", *_TOO_DEEP, source=source) from None
+        raise ConfigFileError("FSDP-E004", *_TOO_DEEP, source=source) from None
 
 
 class _Composer:
@@ -221,7 +221,7 @@ class _Composer:
     def _node(self, event: Any, events: Any, depth: int) -> Node:
         self._num_nodes += 1
         if self._num_nodes > MAX_NODES or depth > MAX_DEPTH:
-            raise self._error("FSDP-E012", *_TOO_DEEP, event)
+            raise self._error("FSDP-E004", *_TOO_DEEP, event)
         if isinstance(event, yaml.AliasEvent):
             message = f"the YAML alias '*{event.anchor}' is not supported."
             raise self._error("FSDP-E011", message, "Write the value instead.", event)
@@ -272,7 +272,7 @@ class _Composer:
         written = lines[line - 1] if line is not None and line <= len(lines) else ""
         reason = getattr(error, "problem", None) or "the text cannot be parsed"
         if "nesting depth" in reason:  # PyYAML 6.0.4 limits the depth itself
-            return ConfigFileError("FSDP-E012", *_TOO_DEEP, source=self._source, line=line)
+            return ConfigFileError("FSDP-E004", *_TOO_DEEP, source=self._source, line=line)
         message, fix = f"invalid YAML: {reason}.", "Correct this line."
         if "\t" in written:
             message, fix = "invalid YAML: the line contains a tab.", "Indent with spaces."
