@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from hf_fsdp_plugin.backends.loading.shared_weights import exchange
 from hf_fsdp_plugin.backends.ranks.agreement import load_failures
 from hf_fsdp_plugin.backends.ranks.cluster import slurm_variables
 from hf_fsdp_plugin.devices import accelerator_type, select_device
@@ -132,7 +131,6 @@ def uninstall() -> None:
     watch.disarm()
     observers.close()
     manager.close()
-    exchange.close()
     load_failures.close()
     run_report.stop_reporting()
     session.close()

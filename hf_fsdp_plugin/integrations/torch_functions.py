@@ -28,6 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
 
+from hf_fsdp_plugin.backends.loading.deferred_weights import explain
 from hf_fsdp_plugin.backends.optimizers.clipping import check_whole_gradients, clip_grad_norm
 from hf_fsdp_plugin.backends.ranks.agreement import collective_call
 from hf_fsdp_plugin.backends.sharding.script_access import free_gathered, gathers_root_itself
@@ -307,7 +308,11 @@ def add_remedy(error: BaseException) -> None:
 
     Python prints it after the error. The tensors are found in the frames of the traceback.
     """
-    if not isinstance(error, RuntimeError) or getattr(error, "__notes__", None) or not sharded_models:
+    if not isinstance(error, RuntimeError) or getattr(error, "__notes__", None):
+        return
+    if (problem := explain(error)) is not None:
+        error.add_note(str(problem))
+    if not sharded_models:
         return
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     callers = [frame.f_locals.get("self") for frame in frames]

@@ -1,11 +1,11 @@
-"""Time and private memory of loading weights that differ from their file: cast, fused or dequantized.
+"""Time and private memory of loading and sharding weights that differ from their file: cast, fused or dequantized.
 
-Two ranks call ``from_pretrained``, with RAM-efficient loading (one rank computes each weight and moves it to shared
-memory) and without it (every rank computes all weights). Each run is a set of new processes, which have loaded the same
-model once before the clock starts.
+Two ranks load and prepare a model, with RAM-efficient loading (rank 0 computes the weights, and sends each unit when it
+is sharded) and without it (every rank computes all weights). Each run is a set of new processes, which have loaded the
+same model once before the clock starts.
 
-Memory is the largest ``RssAnon`` above its value before the load, sampled every ten milliseconds, of the rank with the
-most. CPU time is that of the rank with the most. Medians of the rounds.
+Memory is the largest ``RssAnon`` above its value before the load, sampled every ten milliseconds, added over the ranks.
+CPU time and time are those of the rank with the most. Medians of the rounds.
 
     python -m scripts.bench computed_weights    (five minutes on 2 cores, 3 GB of disk; needs gguf;
                                                  writes docs/results/computed_weights.json)
@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hf_fsdp_plugin.torch_private.modules import local_tensor
 from scripts.bench.common import make_llama, make_parser
 from scripts.bench.measure.load import Memory, run_ranks
 from scripts.bench.measure.resume import return_free_memory
@@ -35,7 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "GGUF": {"dtype": "float32", "gguf_file": "model.gguf"},
 }
 """What is computed -> arguments of ``from_pretrained``."""
-WAYS = ("one rank", "every rank")
+WAYS = ("rank 0", "every rank")
 
 
 def parse_args() -> argparse.Namespace:
@@ -74,31 +75,37 @@ def run_rank(way: str, folder: str) -> dict[str, Any]:
     import hf_fsdp_plugin as hfp
 
     torch.set_num_threads(1)
-    fsdp_config = {"fsdp_version": 2, "fsdp_cpu_ram_efficient_loading": way == "one rank"}
+    fsdp_config = {"fsdp_version": 2, "fsdp_cpu_ram_efficient_loading": way == "rank 0"}
     config = {"distributed_type": "FSDP", "use_cpu": True, "mixed_precision": "no", "fsdp_config": fsdp_config}
     accelerator = hfp.accelerator(hfp.load_spec(config))
     arguments = KINDS[Path(folder).name]
     model = AutoModelForCausalLM.from_pretrained(folder, **arguments)
+    model = accelerator.prepare(model)
     expected = checksum(model)
     del model
+    accelerator.free_memory()
     return_free_memory()
     dist.barrier()
     memory, cpu, start = Memory(), time.process_time(), time.perf_counter()
     model = AutoModelForCausalLM.from_pretrained(folder, **arguments)
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    largest = max(parameter.nbytes for parameter in model.parameters())
+    model = accelerator.prepare(model)
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-    peak = memory.stop()
+    peak = torch.tensor(memory.stop()["RssAnon"])
+    dist.all_reduce(peak)
     assert checksum(model) == expected and accelerator.num_processes == NUM_RANKS
     return {
         "seconds": seconds,
         "cpu_seconds": cpu,
-        "private_bytes": peak["RssAnon"],
-        "model_bytes": sum(parameter.nbytes for parameter in model.parameters()),
-        "largest_bytes": max(parameter.nbytes for parameter in model.parameters()),
+        "private_bytes": peak.item(),
+        "model_bytes": num_bytes,
+        "largest_bytes": largest,
     }
 
 
 def checksum(model: Any) -> float:
-    return sum(float(parameter.detach().double().sum()) for parameter in model.parameters())
+    return sum(float(local_tensor(parameter).detach().double().sum()) for parameter in model.parameters())
 
 
 def main() -> int:

@@ -440,7 +440,7 @@ def resume(result: Result) -> list[str]:
 
 def computed_weights(result: Result) -> list[str]:
     lines = [
-        "| computed | by | CPU time of a rank | time | private memory grows by | largest weight | model |",
+        "| computed | by | CPU time of a rank | time | private memory of all ranks grows by | largest | model |",
         "|---|---|---|---|---|---|---|",
     ]
     for kind, ways in result["kinds"].items():
