@@ -198,7 +198,8 @@ run. `--out FILE` and `--in-place` write it; `--prove` trains a tiny clone with 
 ## convert
 
 Configs of DeepSpeed and of other programs become a YAML, arguments of Python or a `DistributedConfig`.
-[dialects.md](dialects.md) lists all keys. The arguments of the script after `--` replace values `auto`.
+[dialects.md](dialects.md) lists all keys. The arguments of the script after `--` replace values `auto`. A folder is a
+[checkpoint of DeepSpeed](checkpoints.md#checkpoints-of-deepspeed), which becomes one of this package.
 
 {converted}
 

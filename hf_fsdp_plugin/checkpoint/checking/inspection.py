@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.checking.trainer_state import check_trainer_state
 from hf_fsdp_plugin.checkpoint.errors import problem
-from hf_fsdp_plugin.checkpoint.formats.deepspeed import read_engine_state
 from hf_fsdp_plugin.checkpoint.formats.known_formats import format_named, read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, read_manifest, readable_manifest
 from hf_fsdp_plugin.checkpoint.formats.safetensors import num_bytes
@@ -294,10 +293,8 @@ def summarize(path: Path) -> Summary:
             raise
     with suppress(CheckpointError):
         optimizer = read_stored_optimizer(folder)
-    engine = read_engine_state(folder) if model is not None and model.format == "deepspeed" else {}
-    step = object_in(folder / file_names.TRAINER_STATE).get("global_step", engine.get("global_steps"))
+    step = object_in(folder / file_names.TRAINER_STATE).get("global_step")
     version = object_in(folder / "config.json").get("transformers_version")
-    versions = {"transformers": version, "deepspeed": engine.get("ds_version")}
     paths = [file for file in sorted(own_files(folder)) if file.exists()]
     files = {file.relative_to(folder).as_posix(): file.stat().st_size for file in paths}
     stored = {name: (tensor.dtype, tensor.shape) for name, tensor in model.tensors.items()} if model else {}
@@ -311,13 +308,13 @@ def summarize(path: Path) -> Summary:
         format=model.format if model else ("full" if manifest is None or manifest.kind == "full" else "dcp"),
         incomplete=incomplete,
         step=manifest.step if manifest else (step if isinstance(step, int) else None),
-        world_size=manifest.world_size if manifest else engine.get("dp_world_size", _ranks(files)),
+        world_size=manifest.world_size if manifest else _ranks(files),
         parameters={name: TensorType(*kind) for name, kind in parameters.items()},
         ties=manifest.ties if manifest else tuple(shared_tensors(model)) if model else (),
         state=state,
         groups=tuple(optimizer.groups) if optimizer else (),
         files=files,
-        versions=manifest.versions if manifest else {k: v for k, v in versions.items() if isinstance(v, str)},
+        versions=manifest.versions if manifest else {"transformers": version} if isinstance(version, str) else {},
         manifest=manifest,
     )
 

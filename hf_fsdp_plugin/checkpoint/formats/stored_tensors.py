@@ -146,7 +146,7 @@ class StoredModel:
 
     Attributes:
         root: the folder that the files of the pieces are relative to.
-        format: name of the format: ``dcp``, ``deepspeed``, ``full``, ``bin``, ``per_rank`` or ``hf_shards``.
+        format: name of the format: ``dcp``, ``full``, ``bin``, ``per_rank`` or ``hf_shards``.
         tensors: name -> tensor.
         files: every file that the reader opened, as in :class:`StoredPiece`.
         objects: name -> value, of the entries that are not tensors.

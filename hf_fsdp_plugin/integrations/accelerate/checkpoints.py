@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -33,9 +32,7 @@ from hf_fsdp_plugin.integrations.accelerate.private import (
     prepared_models,
     prepared_schedulers,
     shared_state,
-    without_schedulers,
 )
-from hf_fsdp_plugin.integrations.deepspeed import engine_state, load_schedule
 from hf_fsdp_plugin.integrations.moving_average import load_averages, save_averages
 from hf_fsdp_plugin.integrations.resuming import continue_run, find_checkpoint, run_fact, warn_differences
 from hf_fsdp_plugin.integrations.saving import call_name, exporting, manager
@@ -126,13 +123,8 @@ def load_state(original: Callable[..., Any], accelerator: Any, input_dir: Any = 
     # 3. Accelerate loads its parts. Its calls of load_fsdp_model and load_fsdp_optimizer are replaced: they read the
     #    elements of this rank's shards (checkpoint.reading.resharding.load_stored).
     schedulers = [scheduler.scheduler for scheduler in prepared_schedulers(accelerator)]
-    engine = engine_state(path)  # of DeepSpeed, which may have saved the schedule
-    engine = {} if (path / "scheduler.bin").exists() else engine
     with context_in_block(_pickles_allowed, allow_pickles), schedules_follow_groups(schedulers):
-        with without_schedulers(accelerator) if engine else nullcontext():
-            result = original(str(path), *args, **kwargs)
-        for scheduler in schedulers if engine else ():
-            load_schedule(path, scheduler, engine)
+        result = original(str(path), *args, **kwargs)
     # 4. After a restart with another number of ranks, an optimizer step keeps its samples.
     if saved:
         keep_samples_per_step(accelerator, path, saved)

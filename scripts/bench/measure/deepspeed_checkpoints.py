@@ -1,10 +1,11 @@
 """Checkpoints that DeepSpeed has written, merged and resumed, against DeepSpeed itself.
 
 Gloo ranks train a tiny Llama with DeepSpeed, tied weights and two parameter groups, save after three steps, and train
-two more. For each case, ``hf-fsdp merge`` is compared bit for bit with ``zero_to_fp32``, the AdamW state with
-what DeepSpeed's ranks gather, and the layout of the files with those of ``tests/support/deepspeed_files.py``. FSDP2 on
-two ranks resumes from the checkpoint; its losses are compared with those of DeepSpeed's next steps. A larger model is
-merged by both programs alternately, to compare their times; each is a process from its start to its end.
+two more. Each checkpoint is converted by ``hf-fsdp convert``. ``hf-fsdp merge`` of the result is compared bit for bit
+with ``zero_to_fp32``, the AdamW state with what DeepSpeed's ranks gather, and the layout of DeepSpeed's files with
+those of ``tests/support/deepspeed_files.py``. FSDP2 on two ranks resumes; its losses are compared with those of
+DeepSpeed's next steps. A larger model is converted and merged, and written by ``zero_to_fp32``, alternately, to compare
+their times; each program is a process from its start to its end.
 
 DeepSpeed is not a dependency. Install it in a folder of its own, without a compiler and without another torch:
 
@@ -70,6 +71,10 @@ class Case:
 
     def checkpoint(self, work: Path) -> Path:
         return self.folder(work) / f"{TAG}_universal" if self.universal else self.folder(work)
+
+    def converted(self, work: Path) -> Path:
+        """Return the folder that ``hf-fsdp convert`` writes."""
+        return self.folder(work).with_name("converted")
 
 
 _FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}
@@ -217,7 +222,7 @@ def resume_all(work: Path, cases: list[Case]) -> None:
         precision = "bf16" if case.bf16 else "no"
         settings = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
         config = {"distributed_type": "FSDP", "mixed_precision": precision, "use_cpu": True, "fsdp_config": settings}
-        losses = resume(case, fresh_accelerator(config), case.checkpoint(work))
+        losses = resume(case, fresh_accelerator(config), case.converted(work))
         if dist.get_rank() == 0:
             (case.folder(work) / "resumed.json").write_text(json.dumps(losses))
     dist.destroy_process_group()
@@ -277,6 +282,9 @@ class Runner:
     def zero_to_fp32(self, folder: Path, out: Path) -> float:
         return self.run(folder / "zero_to_fp32.py", folder, out, deepspeed=True)
 
+    def convert(self, checkpoint: Path, out: Path) -> float:
+        return self.run("-m", "hf_fsdp_plugin.cli.main", "convert", checkpoint, "--out", out)
+
     def merge(self, checkpoint: Path, out: Path) -> float:
         return self.run("-m", "hf_fsdp_plugin.cli.main", "merge", checkpoint, out, "--dtype", "fp32")
 
@@ -285,7 +293,7 @@ def measure(case: Case, work: Path) -> dict[str, Any]:
     """Return the figures of one case."""
     from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
 
-    folder, checkpoint = case.folder(work), case.checkpoint(work)
+    folder, checkpoint = case.folder(work), case.converted(work)
     merge(checkpoint, folder.with_name("merged"), MergeOptions(dtype="float32"))
     found = {"ranks": case.ranks, "zero_to_fp32": case.has_script, "weights_equal": compare_weights(case, folder)}
     if case.stage:
@@ -340,13 +348,12 @@ def compare_layout(case: Case, folder: Path) -> bool:
     """Whether what the tests write has the same entries and sizes as the files of DeepSpeed."""
     import torch
 
-    from hf_fsdp_plugin.checkpoint.formats.deepspeed import read_engine_state
-    from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, read_stored_optimizer
+    from hf_fsdp_plugin.tools.convert.deepspeed_files import read_engines
     from tests.support.assembled import assembled
     from tests.support.deepspeed_files import Zero
 
-    model, optimizer = read_stored_model(folder), read_stored_optimizer(folder)
-    engine = read_engine_state(folder)
+    (saved,) = read_engines(folder)
+    model, optimizer, engine = saved.model, saved.optimizer, saved.values
     assert optimizer is not None
     groups = [list(group) for group in engine["param_shapes"]]
     trained = {name for names in groups for name in names}
@@ -399,7 +406,12 @@ def time_merges(runner: Runner, work: Path, pairs: int) -> dict[str, Any]:
             out = folder.with_name(name)
             shutil.rmtree(out, ignore_errors=True)
             subprocess.run(["sync"], check=False)
-            found = runner.merge(folder, out) if name == "merge" else runner.zero_to_fp32(folder, out)
+            if name == "merge":
+                converted = out.with_name("converted")
+                shutil.rmtree(converted, ignore_errors=True)
+                found = runner.convert(folder, converted) + runner.merge(converted, out)
+            else:
+                found = runner.zero_to_fp32(folder, out)
             seconds[name].append(round(found, 2))
     merged = statistics.median(seconds["merge"])
     return {
@@ -444,6 +456,8 @@ def main() -> int:
         for num_ranks in sorted({case.ranks for case in cases}):
             runner.part("write", num_ranks)
         runner.part("convert")
+        for case in cases:
+            runner.convert(case.checkpoint(work), case.converted(work))
         runner.part("resume", RESUMING_RANKS)
         figures = {}
         for case in cases:
