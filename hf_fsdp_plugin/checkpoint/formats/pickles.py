@@ -21,7 +21,7 @@ from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from hf_fsdp_plugin.checkpoint.errors import refuse
 from hf_fsdp_plugin.checkpoint.formats.boxes import SIZES
@@ -268,10 +268,11 @@ class _Reader(pickle._Unpickler):
 
     if TYPE_CHECKING:
         stack: list[Any]
+        metastack: list[list[Any]]
         append: Callable[[Any], None]
         pop_mark: Callable[[], list[Any]]
 
-    def __init__(self, file: BinaryIO, num_bytes: int, *, scan: bool = False) -> None:
+    def __init__(self, file: io.BytesIO, num_bytes: int, *, scan: bool = False) -> None:
         super().__init__(file)
         self._file = file
         self._steps_left, self._scan = _FREE_STEPS + _STEPS_PER_BYTE * num_bytes, scan
@@ -286,7 +287,7 @@ class _Reader(pickle._Unpickler):
         try:
             while code := read(1):
                 dispatch[code[0]](self)
-        except pickle._Stop as end:
+        except pickle._Stop as end:  # type: ignore[attr-defined]
             return end.value
         raise EOFError("the pickle has no end")
 
