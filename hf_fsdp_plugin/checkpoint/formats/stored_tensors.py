@@ -63,17 +63,17 @@ class PieceTable(Sequence[StoredPiece]):
     def load(self) -> tuple[StoredPiece, ...]:
         """Return all pieces, without replicas."""
 
+    @abstractmethod
     def uncovered(self, shape: Sequence[int]) -> int:
         """Return the number of elements of the tensor that are in no piece. Checks the files of all pieces."""
-        return boxes.count_uncovered(shape, [piece.box for piece in self.load()])
 
+    @abstractmethod
     def files(self) -> set[str]:
         """Return the files of the pieces, and possibly those of replicas."""
-        return {piece.file for piece in self.load()}
 
+    @abstractmethod
     def key(self) -> Hashable:
         """Return a key that is equal for two tables whose pieces are the same bytes of the same files."""
-        return frozenset(self.load())
 
     def __len__(self) -> int:
         return len(self.load())

@@ -70,7 +70,7 @@ def save_state(
             original(str(save.folder), *args, **kwargs)
         finally:
             project.automatic_checkpoint_naming = run is not None
-        save_averages(prepared_models(accelerator), save.folder)
+        save_averages(prepared_models(accelerator), save)
         model = next(model for model in prepared_models(accelerator) if plan_of(model) is not None)
         _write_config(model, save.folder)
     return final
@@ -167,7 +167,7 @@ def save_model(
         size, final, root = convert_file_size_to_int(max_shard_size), Path(save_directory), place.root
         with exporting(root, final, step=accelerator.step or None) as save:
             _write_config(root, save.folder)
-            manager.save_model(root, save.folder, "full", max_shard_size=size)
+            manager.save_model(root, save, "full", max_shard_size=size)
 
 
 def _if_planned(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -195,7 +195,7 @@ def save_fsdp_model(
     folder, save = Path(output_dir), manager.open_save(Path(output_dir))
     if save is None or model_index not in save.models:  # else the replacement of Trainer.save_model has written it
         adapters = adapter_only and is_peft_model(model)  # the Trainer asks for adapters of any model
-        manager.save_model(model, folder, plugin.state_dict_kind, model_index, adapter_only=adapters)
+        manager.save_model(model, save or folder, plugin.state_dict_kind, model_index, adapter_only=adapters)
 
 
 @_if_planned
@@ -212,7 +212,8 @@ def save_fsdp_optimizer(
     plugin: Any, accelerator: Any, optimizer: Any, model: Any, output_dir: Any, optimizer_index: int = 0
 ) -> None:
     optimizer, owner = _with_owner(accelerator, optimizer, model)
-    manager.save_optimizer(owner, optimizer, Path(output_dir), plugin.state_dict_kind, optimizer_index)
+    into = manager.open_save(Path(output_dir)) or Path(output_dir)
+    manager.save_optimizer(owner, optimizer, into, plugin.state_dict_kind, optimizer_index)
 
 
 @_if_planned

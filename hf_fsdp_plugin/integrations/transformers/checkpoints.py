@@ -90,7 +90,7 @@ def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, tri
     with manager.saving(final, manifest, asynchronous=asynchronous, linked=is_own, after=rotate) as save:
         with nullcontext() if is_own else private.using_run_folder(trainer, save.staging.root):
             original(model, trial)
-        moving_average.save_averages(prepared_models(trainer.accelerator), save.folder)
+        moving_average.save_averages(prepared_models(trainer.accelerator), save)
         if trainer.state.best_model_checkpoint == str(save.folder):
             trainer.state.best_model_checkpoint = str(final)
             if trainer.args.should_save:
@@ -172,7 +172,7 @@ def save_model(
             writer = "PEFT" if adapters else f"{type(trainer).__name__}._save"
             plugin = trainer.accelerator.state.fsdp_plugin
             plugin.state_dict_reason = f"{writer} writes the whole file, and the shards are written beside it"
-        manager.save_model(trainer.model, save.folder, kind, adapter_only=is_peft_model(trainer.model))
+        manager.save_model(trainer.model, save, kind, adapter_only=is_peft_model(trainer.model))
         return None
     with collective_call(f"save_model of {type(trainer).__name__}"):
         _export(trainer, folder)
@@ -212,7 +212,7 @@ def _export(trainer: Any, folder: Path) -> None:
     with manager.saving(folder, manifest, into=True, after=partial(remove_stale_weights, folder)) as save:
         _write_companions(trainer, save.folder)
         if not adapters:
-            manager.save_model(model, save.folder, "full")
+            manager.save_model(model, save, "full")
 
 
 def _write_companions(trainer: Any, folder: Path) -> None:

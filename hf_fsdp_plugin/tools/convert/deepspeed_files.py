@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import re
 import reprlib
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -31,7 +31,6 @@ from hf_fsdp_plugin.checkpoint.formats.known_formats import DEEPSPEED_FILES
 from hf_fsdp_plugin.checkpoint.formats.pickles import PickledTensor
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import (
     MAX_PROBLEMS,
-    PieceTable,
     StoredModel,
     StoredOptimizer,
     StoredPiece,
@@ -164,7 +163,7 @@ class _Vector(NamedTuple):
 
 
 class _RankFiles:
-    """A file of each rank. Its pickle is read when one of its tensors is needed.
+    """A file of each rank. Its pickle is read with the first of its tensors.
 
     Attributes:
         files: the files in the order of the ranks, relative to ``root``.
@@ -213,53 +212,8 @@ def _inner(optimizer: Mapping[str, Any]) -> Any:
     return optimizer.get("optimizer_state_dict") or optimizer.get("base_optimizer_state") or optimizer
 
 
-class _FlatPieces(PieceTable):
-    """The pieces of a tensor whose elements are divided over the ranks, in their order and without regard to the shape.
-
-    Rank ``r`` has the elements from ``r * size - shift`` on, ``size`` at most, at ``start`` in its vector ``name``.
-    """
-
-    def __init__(self, ranks: _RankFiles, name: str, shape: Shape, size: int, shift: int, start: int) -> None:
-        self._ranks, self._name, self._shape = ranks, name, shape
-        self._size, self._shift, self._start = size, shift, start
-
-    def within(self, box: boxes.Box) -> list[StoredPiece]:
-        steps = boxes.row_major(self._shape)
-        first = sum(offset * step for offset, step in zip(box.offsets, steps, strict=True))
-        stop = first + boxes.element_span(steps, box.sizes)
-        dtype = self._ranks.vector(0, self._name).dtype
-        pieces = []
-        for rank, begin, end in self._parts(first, stop) if box.numel else ():
-            vector = self._ranks.vector(rank, self._name)
-            at = self._start + begin + self._shift - rank * self._size
-            if vector.dtype != dtype or at + end - begin > vector.numel:
-                message = f"has {vector.numel:,} elements of {self._name} in {vector.dtype}; "
-                message += f"{at + end - begin:,} in {dtype} were expected."
-                refuse("FSDP-E459", self._ranks.root / vector.file, message, errors.COPY_ALL_RANKS)
-            offset = vector.offset + at * boxes.dtype_size(dtype)
-            for run in boxes.flat_range(self._shape, begin, end):
-                pieces.append(StoredPiece(run, vector.file, offset, boxes.row_major(run.sizes)))
-                offset += run.numel * boxes.dtype_size(dtype)
-        return pieces
-
-    def load(self) -> tuple[StoredPiece, ...]:
-        return tuple(self.within(boxes.whole_box(self._shape)))
-
-    def files(self) -> set[str]:
-        return {self._ranks.files[rank] for rank, _, _ in self._parts(0, math.prod(self._shape))}
-
-    def key(self) -> Hashable:
-        return id(self)  # tied tensors have the same table
-
-    def _parts(self, first: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield each rank with some of the elements ``[first, stop)``, and their range."""
-        for rank in range((first + self._shift) // self._size, -(-(stop + self._shift) // self._size)):
-            begin = rank * self._size - self._shift
-            yield rank, max(first, begin), min(stop, begin + self._size)
-
-
 class _Checkpoint:
-    """The files of one tag. Those of rank 0 are read here, and those of other ranks when their tensors are needed.
+    """The files of one tag. Those of rank 0 are read here, and those of other ranks with the first of their tensors.
 
     Attributes:
         engine: the contents of the first file of the model, without its tensors.
@@ -461,9 +415,24 @@ class _OptimizerWithoutNames(Exception):
 def _divided(
     ranks: _RankFiles, vector: str, name: str, shape: Shape, size: int, *, shift: int = 0, start: int = 0
 ) -> StoredTensor:
-    """Return a tensor that is divided over the ranks. The arguments are those of :class:`_FlatPieces`."""
-    pieces = _FlatPieces(ranks, vector, shape, max(size, 1), shift, start)
-    return StoredTensor(name, ranks.vector(0, vector).dtype, shape, pieces)
+    """Return a tensor whose elements are divided over the ranks, in their order and without regard to the shape.
+
+    Rank ``r`` has the elements from ``r * size - shift`` on, ``size`` at most, at ``start`` in its vector ``vector``.
+    """
+    size, numel, dtype = max(size, 1), math.prod(shape), ranks.vector(0, vector).dtype
+    pieces = []
+    for rank in range(shift // size, -(-(numel + shift) // size)) if numel else ():
+        begin, end = max(0, rank * size - shift), min(numel, (rank + 1) * size - shift)
+        found, at = ranks.vector(rank, vector), start + begin + shift - rank * size
+        if found.dtype != dtype or at + end - begin > found.numel:
+            message = f"has {found.numel:,} elements of {vector} in {found.dtype}; "
+            message += f"{at + end - begin:,} in {dtype} were expected."
+            refuse("FSDP-E459", ranks.root / found.file, message, errors.COPY_ALL_RANKS)
+        offset = found.offset + at * boxes.dtype_size(dtype)
+        for run in boxes.flat_range(shape, begin, end):
+            pieces.append(StoredPiece(run, found.file, offset, boxes.row_major(run.sizes)))
+            offset += run.numel * boxes.dtype_size(dtype)
+    return StoredTensor(name, dtype, shape, tuple(pieces))
 
 
 def _checked_shapes(shapes: Mapping[str, Any]) -> dict[str, Shape]:
