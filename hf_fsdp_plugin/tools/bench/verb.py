@@ -37,9 +37,9 @@ from hf_fsdp_plugin.tools.bench import cases as bench
 from hf_fsdp_plugin.tools.bench.cases import Case, CaseGroup
 from hf_fsdp_plugin.tools.bench.results import Results, bench_text
 from hf_fsdp_plugin.tools.check.output import load_meta_model
+from hf_fsdp_plugin.tools.common import run_job, whole_number
 from hf_fsdp_plugin.tools.convert.conversion import print_conversion, with_converted_config
 from hf_fsdp_plugin.tools.plan.verb import sequence_length
-from hf_fsdp_plugin.tools.shared import run_job, whole_number
 
 _DEFAULTS: Final = {"wrap.policy": "transformer", "prefetch.backward": "pre"}
 """Settings of all cases, unless a source sets them."""

@@ -30,7 +30,7 @@ from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import read_settings
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_count, format_names, plural
-from hf_fsdp_plugin.tools.shared import colored_table, run_job
+from hf_fsdp_plugin.tools.common import colored_table, run_job
 
 if TYPE_CHECKING:
     from hf_fsdp_plugin.runs.failures import AttemptResult
