@@ -22,9 +22,9 @@ from hf_fsdp_plugin.axes import MODEL_AXES
 from hf_fsdp_plugin.cli.output import Color, colored
 from hf_fsdp_plugin.launcher.flags import Parser, why_refused
 from hf_fsdp_plugin.problems import Problem, UsageError, has_errors
-from hf_fsdp_plugin.rank_variables import LaunchHandover
 from hf_fsdp_plugin.sources.command_line import flag_name
 from hf_fsdp_plugin.sources.environment import user_variables
+from hf_fsdp_plugin.sources.handover import LaunchHandover
 from hf_fsdp_plugin.sources.interface import Sources
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import read_settings
