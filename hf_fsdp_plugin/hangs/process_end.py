@@ -116,11 +116,11 @@ class HeldSigterm:
         """Wait for SIGTERM, or for :meth:`wake`. Returns whether SIGTERM has come."""
         self._poll.poll(1000 * seconds)
         with contextlib.suppress(BlockingIOError):
-            text = os.read(self._read, 1 << 16).lstrip(_WAKE)
-            if text:
+            while text := os.read(self._read, 1 << 16).lstrip(_WAKE):
                 self._has_come = True
                 with contextlib.suppress(OSError), self._stacks.open("ab") as file:
                     file.write(text)
+                time.sleep(time_limits.ONE_STACK)  # faulthandler writes one line after the other
         return self._has_come
 
     def wake(self) -> None:
