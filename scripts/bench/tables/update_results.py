@@ -353,23 +353,6 @@ def many_ranks(result: Result) -> list[str]:
     ]
 
 
-def gloo_connections(result: Result) -> list[str]:
-    lines = [
-        "| ranks | connections | start | sockets of a rank at its start | after all collectives | through the store |",
-        "|---|---|---|---|---|---|",
-    ]
-    for world, ways in result["worlds"].items():
-        for way, run in ways.items():
-            sockets = f"{run['start_sockets']:.0f} | {run['used_sockets']:.0f}"
-            sent = run["store_bytes"] / 1e6
-            lines.append(f"| {world} | {way} | {run['seconds']:.1f} s | {sockets} | {sent:.2f} MB |")
-    return [
-        *lines,
-        "",
-        "The default group and the groups of a hybrid mesh; medians of the ranks, the bytes of all ranks.",
-    ]
-
-
 def resume(result: Result) -> list[str]:
     lines = [
         "| loaded by | CPU time | time | private memory grows by | kept | bound | bytes read | loaded |",
@@ -523,7 +506,7 @@ def host_waits(result: Result) -> list[str]:
 _ALL = (
     step_overhead, checkpoint_save, merge, resume_parity, survival, gpu_check, ecosystem,
     generated_values, command_start, enabled_start, start, load, resume, many_ranks,
-    gloo_connections, large_world, memory_error, memory_on_device, step_time, published_runs, unexpressed, throughput,
+    large_world, memory_error, memory_on_device, step_time, published_runs, unexpressed, throughput,
     restarts, two_hosts, hangs, hangs_healthy, hang_overhead, suggestions,
     axes, planner_time, preflight_time, host_waits, migrate_proofs,
     public_configs,
