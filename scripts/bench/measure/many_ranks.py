@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import os
 import resource
-import socket
 import statistics
 import tempfile
 import time
@@ -21,7 +20,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.common import make_llama, make_parser
+from scripts.bench.common import free_port, make_llama, make_parser
 from scripts.bench.ranks.forked import World, preload
 from scripts.bench.tables.update_results import write_result
 
@@ -90,9 +89,7 @@ def _private_bytes() -> int:
 
 def measure(world_size: int, model: Any) -> dict[str, Any]:
     """Run one world. Returns for each phase wall time of the slowest rank, and CPU time of a rank and of rank 0."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        os.environ["MASTER_PORT"] = str(free.getsockname()[1])
+    os.environ["MASTER_PORT"] = str(free_port())
     with tempfile.TemporaryDirectory(prefix="many_ranks_") as name:
         folder, start = Path(name), time.perf_counter()
         with closing(World.fork(run_rank, folder / "log", model, folder, world_size=world_size)) as world:

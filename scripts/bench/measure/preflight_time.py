@@ -74,8 +74,8 @@ def timed(command: list[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def first_question() -> float | None:
-    """Return the seconds until the wizard, without a terminal, prints its first question; ``None`` if it does not."""
+def first_question() -> float:
+    """Return the seconds until the wizard, without a terminal, prints its first question."""
     start = time.perf_counter()
     command = [*HF_FSDP, "config", "-o", "-"]
     with subprocess.Popen(
@@ -87,7 +87,9 @@ def first_question() -> float | None:
             read += more
         seconds = time.perf_counter() - start
         wizard.kill()
-    return round(seconds, 2) if FIRST_QUESTION.encode() in read else None
+    if FIRST_QUESTION.encode() not in read:
+        raise SystemExit(f"hf-fsdp config does not ask for the {FIRST_QUESTION}: {read.decode()}")
+    return round(seconds, 2)
 
 
 if __name__ == "__main__":
