@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
 import statistics
 import tempfile
 import time
@@ -20,7 +19,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.common import free_port, make_llama, make_parser
+from scripts.bench.common import cpu_seconds, free_port, make_llama, make_parser
 from scripts.bench.ranks.forked import World, preload
 from scripts.bench.tables.update_results import write_result
 
@@ -45,10 +44,10 @@ def run_rank(rank: int, report: Callable[..., None], model: Any, folder: Path) -
 
     import hf_fsdp_plugin as hfp
 
-    marks = [(time.perf_counter(), _cpu_seconds())]
+    marks = [(time.perf_counter(), cpu_seconds())]
 
     def done(phase: str) -> None:
-        marks.append((time.perf_counter(), _cpu_seconds()))
+        marks.append((time.perf_counter(), cpu_seconds()))
         (before, cpu_before), (now, cpu_now) = marks[-2:]
         report(phase, {"wall": now - before, "cpu": cpu_now - cpu_before, "private": _private_bytes()})
 
@@ -75,11 +74,6 @@ def run_rank(rank: int, report: Callable[..., None], model: Any, folder: Path) -
     statuses = {setting.status for setting in found.settings}
     report("verdict", {"differs": "differs" in statuses})
     accelerator.end_training()
-
-
-def _cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 def _private_bytes() -> int:
