@@ -83,7 +83,7 @@ SETS: Final = (
     RunSet(name="coverage", command="bash scripts/coverage.sh", code=(_PACKAGE, "tests")),
     *map(_of_benchmark, (*BENCHMARKS, GPU_CHECK)),
 )
-"""The sets. Benchmarks have their rows in ``scripts/bench/registry.py``."""
+"""The sets. Benchmarks have their rows in ``scripts/bench/benchmarks.yaml``."""
 
 
 def record(name: str, result: str, file: Path = FILE) -> None:

@@ -6,6 +6,7 @@ import argparse
 import datetime
 import os
 import platform
+import resource
 import socket
 import subprocess
 import sys
@@ -69,6 +70,12 @@ def main_of_two_ranks(script: str, measure: Callable[[], None]) -> int:
         measure()
         return 0
     return run_two_ranks(script, sys.argv[1:])
+
+
+def cpu_seconds(who: int = resource.RUSAGE_SELF) -> float:
+    """Return the CPU time of this process, or of its children that have ended."""
+    used = resource.getrusage(who)
+    return used.ru_utime + used.ru_stime
 
 
 def free_port() -> int:

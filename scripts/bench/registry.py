@@ -1,4 +1,4 @@
-"""The benchmarks, one row each: the program that writes ``docs/results/NAME.json``, its time limit and small sizes."""
+"""The benchmarks, one row of ``benchmarks.yaml`` each: program, time limit, and small sizes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
 
 from scripts.bench.common import ROOT
 
@@ -55,74 +58,14 @@ class Benchmark:
         return f"{module.replace('scripts.bench ', 'scripts.bench.measure.').replace('.', '/')}.py"
 
 
-_SMALL_MODEL = "--layers 2 --hidden 64 --length 32"
-BENCHMARKS = (
-    Benchmark(name="axes", quick="--only alltoall"),
-    Benchmark(
-        name="checkpoint_save", minutes=60, quick="--rounds 1 --full-rounds 1 --layers 2 --hidden 128 --vocabulary 1000"
-    ),
-    Benchmark(name="command_start", code="cli tools", quick="--rounds 1"),
-    Benchmark(name="enabled_start", quick="--pairs 60"),
-    Benchmark(name="gloo_connections", code="backends/ranks", quick="--worlds 16"),
-    Benchmark(name="hang_overhead", code="hangs", quick=f"--pairs 2 {_SMALL_MODEL}"),
-    Benchmark(
-        name="hangs",
-        code="hangs launcher integrations/watch_thread.py",
-        minutes=120,
-        quick="--kinds sleep skip --versions 2 --ways loop",
-    ),
-    Benchmark(
-        name="hangs_healthy",
-        code="hangs launcher integrations/watch_thread.py",
-        minutes=90,
-        program="-m scripts.bench hangs",
-        arguments="--healthy 30",
-        quick="--healthy 0.2 --versions 2",
-    ),
-    Benchmark(name="host_waits"),
-    Benchmark(name="large_world", code="checkpoint", minutes=60, quick="--worlds 2 --fsdp1-worlds --layers 2"),
-    Benchmark(name="layer_classes", code="plan", quick="--only bert"),
-    Benchmark(name="load", code="backends/loading integrations/transformers", quick="--rounds 1 --worlds 2"),
-    Benchmark(name="many_ranks", quick="--worlds 4"),
-    Benchmark(
-        name="memory_error",
-        code="tools/plan/estimate",
-        minutes=90,
-        quick="--points family=llama,version=1 family=clip,batch=8,seq=64",
-    ),
-    Benchmark(name="memory_on_device", code="tools/plan/estimate"),
-    Benchmark(name="merge", code="checkpoint", quick="--pairs 1"),
-    Benchmark(name="migrate_proofs", code="tools/migrate tools/preflight", minutes=90, quick="--only TRL"),
-    Benchmark(name="planner_time", code="tools/plan/estimate plan", quick=""),
-    Benchmark(name="preflight_time", code="tools/preflight", quick="--only BERT"),
-    Benchmark(name="public_configs", code="sources spec", quick="--every 20"),
-    Benchmark(name="published_runs", code="tools/plan/estimate", quick=""),
-    Benchmark(name="renamed_names", quick="--only FSDPParam.sharded_param"),
-    Benchmark(name="restarts", code="runs launcher", quick="--kills 1 --versions 2"),
-    Benchmark(name="resume", code="checkpoint backends/loading", quick="--rounds 1"),
-    Benchmark(name="resume_parity", quick=""),
-    Benchmark(name="start", quick="--rounds 1"),
-    Benchmark(name="step_overhead", quick=f"--pairs 2 {_SMALL_MODEL}"),
-    Benchmark(name="step_time", code="tools/plan/estimate", quick="--ranks 2 --rounds 1 --only bert"),
-    Benchmark(name="suggestions", code="tools/profile", quick="--cases data --pairs 1"),
-    Benchmark(name="survival", code="checkpoint", minutes=120, quick="--trials 4 --no-disk-full"),
-    Benchmark(name="throughput", minutes=90, quick="--quick"),
-    Benchmark(name="two_hosts", quick="--only bytes --versions 2"),
-    Benchmark(name="unexpressed", quick="--quick"),
-    Benchmark(
-        name="generated_values",
-        code="spec sources",
-        program="-m scripts.generated_values",
-        arguments="--cases 1000000 --seed 1",
-        quick="--cases 2000",
-    ),
-    Benchmark(name="ecosystem", minutes=240, program="-m scripts.run_ecosystem", shell="bash scripts/ecosystem.sh"),
-    Benchmark(name="matrix", minutes=240, program="-m scripts.run_matrix", shell="bash scripts/matrix.sh"),
-    Benchmark(name="peers", minutes=480, program="-m scripts.run_peers"),
-)
-GPU_CHECK = Benchmark(
-    name="gpu_check", program="-m scripts.bench gpu_check", shell="bash scripts/gpu_check.sh", arguments="--again"
-)
+def _read() -> dict[str, Benchmark]:
+    rows = yaml.safe_load(Path(__file__).with_name("benchmarks.yaml").read_text(encoding="utf-8"))
+    return {name: Benchmark(name=name, **row) for name, row in rows.items()}
+
+
+_ROWS = _read()
+GPU_CHECK = _ROWS.pop("gpu_check")
+BENCHMARKS = tuple(_ROWS.values())
 
 
 def chosen(names: Sequence[str]) -> list[Benchmark]:

@@ -10,82 +10,14 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 VERSION = "3"  # change it when anything below changes: the folder is then made again, and so are all references
-_HIDDEN = 64
-_SIZES = {"hidden_size": _HIDDEN, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-
-# The scripts of Accelerate name their model and dataset. These folders are found where the hub would be asked.
-_HUB_NAMES = {
-    "bert-base-cased": "models/bert",
-    "hf-internal-testing/mrpc-bert-base-cased": "models/bert",
-    "HuggingFaceTB/SmolLM-360M": "models/llama",
-}
-
-_REWARDS = '''"""Reward functions for GRPO and RLOO."""
-
-
-def vowels(completions, **kwargs):
-    """Return the share of vowels of each completion."""
-    return [sum(letter in "aeiou" for letter in text) / max(len(text), 1) for text in completions]
-'''
-
-_METRIC = '''"""A metric, under the name by which scripts load it."""
-
-import datasets
-import evaluate
-
-
-class {name}(evaluate.Metric):
-    def _info(self):
-        features = datasets.Features({features})
-        return evaluate.MetricInfo(description="", citation="", inputs_description="", features=features)
-
-    def _compute(self, predictions, references):
-{body}
-'''
-_NUMBERS = '{"predictions": datasets.Value("int64"), "references": datasets.Value("int64")}'
-_TAGS = '{kind: datasets.Sequence(datasets.Value("string")) for kind in ("predictions", "references")}'
-_ANSWERS = (
-    '{"predictions": {"id": datasets.Value("string"), "prediction_text": datasets.Value("string")}, "references": '
-    '{"id": datasets.Value("string"), "answers": datasets.Sequence({"text": datasets.Value("string"), '
-    '"answer_start": datasets.Value("int32")})}}'
-)
-_ACCURACY = "sum(a == b for a, b in zip(predictions, references)) / len(references)"
-_METRICS = {
-    "accuracy": (_NUMBERS, f'        return {{"accuracy": {_ACCURACY}}}'),
-    "glue": (
-        _NUMBERS,
-        "        from sklearn.metrics import f1_score\n\n"
-        f'        return {{"accuracy": {_ACCURACY}, "f1": float(f1_score(references, predictions))}}',
-    ),
-    "seqeval": (
-        _TAGS,
-        "        from seqeval.metrics import accuracy_score, f1_score, precision_score, recall_score\n\n"
-        '        functions = {"precision": precision_score, "recall": recall_score, "f1": f1_score, '
-        '"accuracy": accuracy_score}\n'
-        '        return {f"overall_{name}": float(get(references, predictions)) for name, get in functions.items()}',
-    ),
-    "squad": (
-        _ANSWERS,
-        '        pairs = zip((row["prediction_text"] for row in predictions), references)\n'
-        '        found = [text in row["answers"]["text"] for text, row in pairs]\n'
-        '        return {"exact_match": 100 * sum(found) / len(found)}',
-    ),
-}
-
 _SPLITS = {"train": slice(0, 48), "validation": slice(48, 64), "test": slice(64, 72)}
-
-# SmolLM2's template, with the marks by which TRL finds the assistant's tokens.
-_TRAINING_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
-    "{{ '\n' }}{% else %}{{ message['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 
 
 def _card(name: str) -> str:
@@ -101,13 +33,13 @@ def make_assets(folder: Path) -> None:
         return
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    _make_models(folder / "models")
+    table = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    _make_models(folder / "models", table)
     _make_datasets(folder)
-    (folder / "suite_rewards.py").write_text(_REWARDS)
-    (folder / "templates").mkdir()
-    (folder / "templates" / "training.jinja").write_text(_TRAINING_TEMPLATE)
-    _make_metrics(folder)
-    for name, target in _HUB_NAMES.items():
+    for name, text in table["files"].items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    for name, target in table["hub_names"].items():
         link = folder / name
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(os.path.relpath(folder / target, link.parent))
@@ -127,7 +59,7 @@ def link_assets(folder: Path, target: Path) -> None:
         (target / path.name).symlink_to(path)
 
 
-def _make_models(folder: Path) -> None:
+def _make_models(folder: Path, table: Mapping[str, Any]) -> None:
     import torch
     import transformers
 
@@ -135,47 +67,17 @@ def _make_models(folder: Path) -> None:
 
     smol, mini = load_tokenizer(SMOLLM2), load_tokenizer(MINILM)
     special = {name: getattr(smol, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    llama = {**_SIZES, **special, "vocab_size": len(smol), "max_position_embeddings": 512, "tie_word_embeddings": True}
-    bert = {**_SIZES, "vocab_size": len(mini), "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    t5 = {
-        "vocab_size": len(smol),
-        "d_model": _HIDDEN,
-        "d_kv": 16,
-        "d_ff": 128,
-        "num_layers": 2,
-        "num_heads": 4,
-        "dropout_rate": 0.0,
-        "pad_token_id": smol.pad_token_id,
-        "eos_token_id": smol.eos_token_id,
-        "decoder_start_token_id": smol.pad_token_id,
+    ends = {name: special[name] for name in ("pad_token_id", "eos_token_id")}
+    families = {
+        "llama": (smol, {**special, "vocab_size": len(smol)}),
+        "bert": (mini, {"vocab_size": len(mini)}),
+        "t5": (smol, {**ends, "decoder_start_token_id": smol.pad_token_id, "vocab_size": len(smol)}),
     }
-    models: dict[str, tuple[Any, Any, Any]] = {
-        "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig(**llama), smol),
-        "teacher": (transformers.LlamaForCausalLM, transformers.LlamaConfig(**{**llama, "num_hidden_layers": 3}), smol),
-        "qwen3": (
-            transformers.Qwen3ForCausalLM,
-            transformers.Qwen3Config(**llama, num_key_value_heads=2, head_dim=16),
-            smol,
-        ),
-        "reward": (
-            transformers.LlamaForSequenceClassification,
-            transformers.LlamaConfig(**llama, num_labels=1),
-            smol,
-        ),
-        "bert": (transformers.BertForSequenceClassification, transformers.BertConfig(**bert, num_labels=2), mini),
-        "bert-ranker": (
-            transformers.BertForSequenceClassification,
-            transformers.BertConfig(**bert, num_labels=1),
-            mini,
-        ),
-        "bert-lm": (transformers.BertForMaskedLM, transformers.BertConfig(**bert), mini),
-        "bert-tags": (transformers.BertForTokenClassification, transformers.BertConfig(**bert, num_labels=5), mini),
-        "bert-answers": (transformers.BertForQuestionAnswering, transformers.BertConfig(**bert), mini),
-        "bert-choice": (transformers.BertForMultipleChoice, transformers.BertConfig(**bert), mini),
-        "t5": (transformers.T5ForConditionalGeneration, transformers.T5Config(**t5), smol),
-    }
-    for seed, (name, (model_class, config, tokenizer)) in enumerate(models.items()):
+    for seed, (name, row) in enumerate(table["models"].items()):
+        tokenizer, sizes = families[row["family"]]
+        model_class = getattr(transformers, row["class"])
         torch.manual_seed(seed)
+        config = model_class.config_class(**{**table["families"][row["family"]], **sizes, **row.get("sizes", {})})
         model_class(config).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     _link_without_dropout(Path(locate(MINILM)), folder / "minilm")
@@ -190,13 +92,6 @@ def _link_without_dropout(source: Path, target: Path) -> None:
     config = json.loads((source / "config.json").read_text())
     config |= {name: 0.0 for name in config if name.endswith("dropout_prob")}
     (target / "config.json").write_text(json.dumps(config))
-
-
-def _make_metrics(folder: Path) -> None:
-    for name, (features, body) in _METRICS.items():
-        (folder / name).mkdir()
-        text = _METRIC.replace("{name}", name.title()).replace("{features}", features).replace("{body}", body)
-        (folder / name / f"{name}.py").write_text(text)
 
 
 def _make_datasets(folder: Path) -> None:

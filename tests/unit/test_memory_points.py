@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.bench.measure.memory_points import POINTS, Point, parse_point
+from scripts.bench.measure.memory_points import Point, parse_point, points_of
+
+POINTS = points_of("memory_error")
 
 
-@pytest.mark.parametrize("point", POINTS, ids=str)
+@pytest.mark.parametrize("point", [*POINTS, *points_of("memory_on_device")], ids=str)
 def test_text_of_a_point_is_parsed_to_the_same_point(point: Point) -> None:
     assert parse_point(str(point)) == point
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from hf_fsdp_plugin.cli.enable import FILE_NAME, TEXT
 from hf_fsdp_plugin.integrations.before_imports import RANK_VARIABLE
-from scripts.bench.common import ROOT, make_parser
+from scripts.bench.common import ROOT, cpu_seconds, make_parser
 from scripts.bench.tables.update_results import write_result
 
 RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
@@ -53,9 +53,9 @@ def main() -> int:
             file.unlink(missing_ok=True)
             if enabled:
                 file.write_text(TEXT)
-            start, used = time.perf_counter(), _cpu_seconds()
+            start, used = time.perf_counter(), cpu_seconds(resource.RUSAGE_CHILDREN)
             subprocess.run([f"{folder}/bin/python", "-c", code], env={**environ, **variables}, check=True)
-            return time.perf_counter() - start, _cpu_seconds() - used
+            return time.perf_counter() - start, cpu_seconds(resource.RUSAGE_CHILDREN) - used
 
         for number in range(args.pairs + 1):  # the first pair writes the bytecode files
             for name, (code, variables, every) in CASES.items():
@@ -66,12 +66,6 @@ def main() -> int:
     result = {"pairs": args.pairs, "cases": {name: _summary(pairs[1:]) for name, pairs in seconds.items()}}
     write_result("enabled_start", args.out, result)
     return 0
-
-
-def _cpu_seconds() -> float:
-    """The CPU time of all processes that have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def _summary(pairs: list[Pair]) -> dict[str, float]:

@@ -15,11 +15,10 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 from scripts.bench.common import main_of_two_ranks, make_parser
-from scripts.bench.measure.step_overhead import block, make_model, median_interval, parse_blocks, plugin_loop
+from scripts.bench.measure.step_overhead import alternate, block, compared, parse_blocks, plugin_loop
 from scripts.bench.tables.update_results import write_result
 
 NUM_CALLS = 20_000
@@ -78,13 +77,27 @@ def measure(args: argparse.Namespace) -> None:
     after = read_header(calls)
     assert before is not None and after is not None
     calls_per_step = (after.count - before.count - 2) / args.block  # without the two barriers of a block
-    times = alternate(args, step, lambda is_open: setattr(record(), "is_open", is_open), rank)
+
+    def steps(is_open: bool) -> tuple[float, list[float]]:
+        record().is_open = is_open
+        return block(step, args.block)
+
+    times, _ = alternate(args, rank, lambda: steps(True), lambda: steps(False))
     per_call = record_seconds(record())
     watched = idle_share()
     watch().close()
     watcher_share = watched - idle_share()  # without the threads of gloo
     if rank == 0:
-        write(args, times, calls_per_step, per_call, watcher_share)
+        step_seconds = statistics.median(times[1])
+        result = {
+            **compared(args, *times),
+            "step_seconds": round(step_seconds, 4),
+            "calls_per_step": calls_per_step,
+            "microseconds_per_call": round(1e6 * per_call, 3),
+            "share": calls_per_step * per_call / step_seconds,
+            "watcher_share": watcher_share,
+        }
+        write_result("hang_overhead", args.out, result)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -94,47 +107,6 @@ def idle_share() -> float:
     begin = time.process_time()
     time.sleep(IDLE_SECONDS)
     return (time.process_time() - begin) / IDLE_SECONDS
-
-
-def alternate(
-    args: argparse.Namespace, step: Callable[[], float], set_open: Callable[[bool], None], rank: int
-) -> dict[bool, list[float]]:
-    """Return the seconds per step of each block, with and without records."""
-    times: dict[bool, list[float]] = {True: [], False: []}
-    for pair in range(args.pairs):
-        for is_open in (True, False) if pair % 2 == 0 else (False, True):
-            set_open(is_open)
-            times[is_open].append(block(step, args.block)[0])
-        if rank == 0:
-            ratio = times[True][-1] / times[False][-1]
-            print(f"[{pair + 1:2}/{args.pairs}] {times[True][-1]:.3f} s with records, ratio {ratio:.4f}", flush=True)
-    return times
-
-
-def write(
-    args: argparse.Namespace,
-    times: dict[bool, list[float]],
-    calls_per_step: float,
-    per_call: float,
-    watcher_share: float,
-) -> None:
-    ratios = [armed / unarmed for armed, unarmed in zip(times[True], times[False], strict=True)]
-    low, high = median_interval(ratios)
-    step_seconds = statistics.median(times[False])
-    num_params = sum(parameter.numel() for parameter in make_model(args).parameters())
-    result = {
-        "model": f"Llama, {args.layers} layers, hidden {args.hidden}, {num_params / 1e6:.1f} M parameters, fp32",
-        "ranks": 2,
-        "pairs": args.pairs,
-        "step_seconds": round(step_seconds, 4),
-        "calls_per_step": calls_per_step,
-        "microseconds_per_call": round(1e6 * per_call, 3),
-        "share": calls_per_step * per_call / step_seconds,
-        "watcher_share": watcher_share,
-        "ratio_median": round(statistics.median(ratios), 4),
-        "ratio_median_95": [round(low, 4), round(high, 4)],
-    }
-    write_result("hang_overhead", args.out, result)
 
 
 def main() -> int:

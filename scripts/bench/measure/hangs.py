@@ -16,7 +16,6 @@ import json
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,7 +27,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.common import RANKS, child_environment, make_parser
+from scripts.bench.common import RANKS, child_environment, free_port, make_parser
 from scripts.bench.tables.update_results import write_result
 
 SCRIPT = RANKS / "hangs.py"
@@ -112,12 +111,6 @@ class Outcome:
     def passed(self) -> bool:
         margin = MARGIN + (ANSWER_SECONDS if (self.launcher, self.kind) == ("two agents", "stop") else 0.0)
         return self.named and self.exit_code not in (0, 2) and self.seconds < LIMIT + margin
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def commands_of(launcher: str, version: int, limit: float | None) -> list[tuple[list[str], dict[str, str]]]:

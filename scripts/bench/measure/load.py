@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -36,7 +35,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.common import child_environment, make_llama, make_parser
+from scripts.bench.common import child_environment, free_port, make_llama, make_parser
 from scripts.bench.tables.update_results import write_result
 
 WAYS = ("plugin", "plugin, FSDP1", "stock", "stock, RAM-efficient", "Transformers")
@@ -181,12 +180,10 @@ def run_ranks(way: str, world: int, folder: Path, script: str = __file__) -> dic
     Raises:
         SystemExit: a rank failed.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     environ = {
         **child_environment(), "HF_HUB_OFFLINE": "1", "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(world),
-        "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(world), "ACCELERATE_USE_CPU": "true", "TQDM_DISABLE": "1",
+        "MASTER_PORT": str(free_port()), "LOCAL_WORLD_SIZE": str(world), "ACCELERATE_USE_CPU": "true",
+        "TQDM_DISABLE": "1",
     }  # fmt: skip
     ranks = [
         subprocess.Popen(

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
-import socket
 import statistics
 import tempfile
 import time
@@ -21,7 +19,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.common import make_llama, make_parser
+from scripts.bench.common import cpu_seconds, free_port, make_llama, make_parser
 from scripts.bench.ranks.forked import World, preload
 from scripts.bench.tables.update_results import write_result
 
@@ -46,10 +44,10 @@ def run_rank(rank: int, report: Callable[..., None], model: Any, folder: Path) -
 
     import hf_fsdp_plugin as hfp
 
-    marks = [(time.perf_counter(), _cpu_seconds())]
+    marks = [(time.perf_counter(), cpu_seconds())]
 
     def done(phase: str) -> None:
-        marks.append((time.perf_counter(), _cpu_seconds()))
+        marks.append((time.perf_counter(), cpu_seconds()))
         (before, cpu_before), (now, cpu_now) = marks[-2:]
         report(phase, {"wall": now - before, "cpu": cpu_now - cpu_before, "private": _private_bytes()})
 
@@ -78,11 +76,6 @@ def run_rank(rank: int, report: Callable[..., None], model: Any, folder: Path) -
     accelerator.end_training()
 
 
-def _cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
 def _private_bytes() -> int:
     fields = (line.split() for line in Path("/proc/self/smaps_rollup").read_text().splitlines())
     return sum(int(field[1]) << 10 for field in fields if field[0] in ("Private_Dirty:", "Private_Clean:"))
@@ -90,9 +83,7 @@ def _private_bytes() -> int:
 
 def measure(world_size: int, model: Any) -> dict[str, Any]:
     """Run one world. Returns for each phase wall time of the slowest rank, and CPU time of a rank and of rank 0."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        os.environ["MASTER_PORT"] = str(free.getsockname()[1])
+    os.environ["MASTER_PORT"] = str(free_port())
     with tempfile.TemporaryDirectory(prefix="many_ranks_") as name:
         folder, start = Path(name), time.perf_counter()
         with closing(World.fork(run_rank, folder / "log", model, folder, world_size=world_size)) as world:

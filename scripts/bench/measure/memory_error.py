@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -31,13 +31,13 @@ from typing import Any
 from scripts.bench.allocator import NoCounter, restart_with_counter
 from scripts.bench.common import child_environment, free_port, make_parser
 from scripts.bench.measure.memory_points import (
-    POINTS,
     Point,
     make_model,
     make_spec,
     make_workload,
     measure,
     parse_point,
+    points_of,
     random_point,
 )
 from scripts.bench.tables.update_results import write_result
@@ -47,7 +47,7 @@ STEPS = 3
 _LIMIT = 300.0
 
 
-def parse_points(name: str, points: Sequence[Point], description: str | None) -> tuple[argparse.Namespace, list[Point]]:
+def parse_points(name: str, description: str | None) -> tuple[argparse.Namespace, list[Point]]:
     """Return the arguments of a comparison, and its points."""
     parser = make_parser(description, name)
     parser.add_argument("--points", nargs="*", help="points instead of those of the table, as key=value,key=value")
@@ -58,7 +58,7 @@ def parse_points(name: str, points: Sequence[Point], description: str | None) ->
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     numbers = random.Random(args.seed)
-    chosen = [parse_point(text) for text in args.points] if args.points else list(points)
+    chosen = [parse_point(text) for text in args.points] if args.points else list(points_of(name))
     if args.random:
         chosen = [random_point(numbers) for _ in range(args.random)]
     return args, [point for point in chosen if args.only in str(point)]
@@ -125,7 +125,7 @@ def measured(point: Point) -> list[list[int]]:
 
 
 def main() -> int:
-    args, points = parse_points("memory_error", POINTS, __doc__)
+    args, points = parse_points("memory_error", __doc__)
     out = args.out.resolve()
     if args.predict:
         args.predict.write_text(json.dumps([predict(point, "cpu") for point in points]))

@@ -15,7 +15,6 @@ import json
 import os
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,35 +24,10 @@ from scripts.bench.measure.memory_points import Point, make_model, make_optimize
 
 DEVICE = "npu"
 STEPS = 2
-_TOKENS = Point(attention="eager")
-"""Activations need most of the memory."""
-_WIDE = replace(_TOKENS, hidden=512, inter=1536, seq=64)
-"""Parameters, gradients and the optimizer need most of the memory."""
-POINTS = (
-    _TOKENS,
-    replace(_TOKENS, version=1),
-    replace(_TOKENS, precision="bf16"),
-    replace(_TOKENS, version=1, precision="bf16"),
-    replace(_TOKENS, checkpointing=True),
-    replace(_TOKENS, version=1, checkpointing=True, precision="bf16", batch=8),
-    replace(_TOKENS, checkpointing=True, offload_activations=True, batch=8),
-    replace(_TOKENS, version=1, checkpointing=True, offload_activations=True, batch=8),
-    replace(_TOKENS, accumulation=2, precision="bf16"),
-    replace(_WIDE, offload_params=True),
-    replace(_WIDE, offload_params=True, precision="bf16", checkpointing=True),
-    replace(_WIDE, offload_params=True, strategy="no_shard"),
-    replace(_WIDE, version=1, offload_params=True),
-    replace(_WIDE, version=1, offload_params=True, precision="bf16"),
-    replace(_WIDE, version=1, offload_params=True, strategy="shard_grad_op"),
-    replace(_WIDE, strategy="shard_grad_op", loop="foreach"),
-    replace(_WIDE, version=1, strategy="shard_grad_op", precision="bf16"),
-    replace(_TOKENS, family="gpt2", precision="bf16"),
-    replace(_TOKENS, family="bert", version=1, checkpointing=True, loop="fused"),
-)
 
 
 def main() -> int:
-    args, points = parse_points("memory_on_device", POINTS, __doc__)
+    args, points = parse_points("memory_on_device", __doc__)
     if args.predict:
         args.predict.write_text(json.dumps([predict(point, DEVICE) for point in points]))
         return 0

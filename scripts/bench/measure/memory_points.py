@@ -9,8 +9,11 @@ import tempfile
 import typing
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
+
+import yaml
 
 Family = Literal["llama", "gpt2", "bert", "mixtral", "t5", "whisper", "clip"]
 
@@ -405,68 +408,7 @@ def train_step(point: Point, accelerator: Any, model: Any, optimizers: Any, shap
                 optimizer.zero_grad()
 
 
-_LLAMA = Point(family="llama")
-_GPT2 = Point(family="gpt2")
-_BERT = Point(family="bert")
-_MIXTRAL = Point(family="mixtral")
-
-POINTS = (
-    _LLAMA,
-    replace(_LLAMA, version=1),
-    replace(_LLAMA, precision="bf16"),
-    replace(_LLAMA, version=1, precision="bf16"),
-    replace(_LLAMA, checkpointing=True),
-    replace(_LLAMA, version=1, checkpointing=True, batch=8),
-    replace(_LLAMA, precision="bf16", checkpointing=True, batch=8, layers=8),
-    replace(_LLAMA, strategy="shard_grad_op", loop="foreach"),
-    replace(_LLAMA, version=1, strategy="shard_grad_op", loop="foreach", hidden=512, inter=1536, seq=64),
-    replace(_LLAMA, strategy="no_shard", hidden=512, inter=1536, seq=64),
-    replace(_LLAMA, version=1, strategy="no_shard", precision="bf16", hidden=512, inter=1536, seq=64),
-    replace(_LLAMA, strategy="hybrid_shard", ranks=4, loop="foreach", hidden=512, inter=1536, seq=64),
-    replace(_LLAMA, version=1, strategy="hybrid_shard", ranks=4, precision="bf16"),
-    replace(_LLAMA, loop="foreach", hidden=768, inter=2304, seq=32, checkpointing=True),
-    replace(_LLAMA, loop="fused", hidden=768, inter=2304, seq=32, version=1),
-    replace(_GPT2),
-    replace(_GPT2, version=1, batch=6),
-    replace(_GPT2, precision="bf16", checkpointing=True, layers=8, batch=4),
-    replace(_GPT2, version=1, strategy="shard_grad_op", precision="bf16"),
-    replace(_GPT2, strategy="hybrid_shard", ranks=4, checkpointing=True, batch=4),
-    replace(_GPT2, strategy="no_shard", loop="foreach", hidden=512, inter=2048, seq=64),
-    replace(_BERT),
-    replace(_BERT, version=1, precision="bf16", batch=4),
-    replace(_BERT, checkpointing=True, precision="bf16", batch=8),
-    replace(_BERT, version=1, strategy="hybrid_shard", ranks=4, loop="foreach", hidden=512, inter=2048, seq=64),
-    replace(_BERT, strategy="shard_grad_op", loop="fused", seq=512),
-    replace(_MIXTRAL),
-    replace(_MIXTRAL, version=1, precision="bf16"),
-    replace(_MIXTRAL, precision="bf16", checkpointing=True),
-    replace(_MIXTRAL, version=1, strategy="no_shard", loop="foreach", seq=64),
-    replace(_MIXTRAL, strategy="hybrid_shard", ranks=4, checkpointing=True, loop="foreach", batch=1),
-    replace(_LLAMA, accumulation=3, precision="bf16"),
-    replace(_LLAMA, version=1, accumulation=2, sync=True),
-    replace(_LLAMA, attention="eager", prefetch="post"),
-    replace(_GPT2, optimizer="muon"),
-    replace(_LLAMA, optimizer="muon", precision="bf16", loop="foreach", checkpointing=True),
-    replace(_BERT, optimizer="adafactor", ranks=4, batch=4),
-    replace(_MIXTRAL, optimizer="adafactor", checkpointing=True, batch=1, seq=64),
-    replace(_LLAMA, version=1, use_orig=False, prefetch="none", forward_prefetch=True, optimizer="sgd"),
-    replace(_LLAMA, lora=16),
-    replace(_LLAMA, lora=16, version=1, precision="bf16", checkpointing=True),
-    replace(_LLAMA, lora=16, version=1),
-    replace(_LLAMA, lora=16, qlora=True, hidden=512, inter=1536, seq=64),
-    replace(_LLAMA, lora=16, qlora=True, precision="bf16", checkpointing=True),
-    replace(_LLAMA, lora=16, qlora=True, version=1, precision="bf16"),
-    replace(_LLAMA, optimizer="adamw_8bit"),
-    replace(_LLAMA, selective=True, batch=4),
-    replace(_LLAMA, checkpointing=True, offload_activations=True, batch=4),
-    replace(_LLAMA, offload_params=True),
-    replace(_MIXTRAL, wrap="parts", precision="bf16"),
-    replace(_GPT2, wrap="none"),
-    replace(_MIXTRAL, ranks=4, experts=3, seq=64),
-    replace(_MIXTRAL, ranks=4, experts=2, seq=64, precision="bf16"),
-    Point(family="t5", checkpointing=True),
-    Point(family="t5", version=1, precision="bf16"),
-    Point(family="whisper", checkpointing=True, seq=64),
-    Point(family="clip", seq=64, batch=8),
-)
-"""The points of the table."""
+def points_of(name: str) -> tuple[Point, ...]:
+    """Return the points of a table."""
+    table = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    return tuple(map(parse_point, table[name]))

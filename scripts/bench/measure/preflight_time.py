@@ -19,7 +19,7 @@ from typing import Any
 
 import transformers as hf
 
-from scripts.bench.common import ROOT, child_environment, make_parser
+from scripts.bench.common import ROOT, child_environment, cpu_seconds, make_parser
 from scripts.bench.tables.update_results import write_result
 
 MODELS: dict[str, tuple[str, type[hf.PreTrainedConfig], dict[str, Any]]] = {
@@ -63,10 +63,9 @@ def environment() -> dict[str, str]:
 
 def timed(command: list[str]) -> dict[str, Any]:
     """Run a command, and return its exit code, seconds and CPU seconds, with those of its children."""
-    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    before, start = cpu_seconds(resource.RUSAGE_CHILDREN), time.perf_counter()
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    cpu = cpu_seconds(resource.RUSAGE_CHILDREN) - before
     if done.returncode:
         print(done.stdout[-2000:], done.stderr[-2000:], file=sys.stderr)
     return {
@@ -74,8 +73,8 @@ def timed(command: list[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def first_question() -> float | None:
-    """Return the seconds until the wizard, without a terminal, prints its first question; ``None`` if it does not."""
+def first_question() -> float:
+    """Return the seconds until the wizard, without a terminal, prints its first question."""
     start = time.perf_counter()
     command = [*HF_FSDP, "config", "-o", "-"]
     with subprocess.Popen(
@@ -87,7 +86,9 @@ def first_question() -> float | None:
             read += more
         seconds = time.perf_counter() - start
         wizard.kill()
-    return round(seconds, 2) if FIRST_QUESTION.encode() in read else None
+    if FIRST_QUESTION.encode() not in read:
+        raise SystemExit(f"hf-fsdp config does not ask for the {FIRST_QUESTION}: {read.decode()}")
+    return round(seconds, 2)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import sys
 import tempfile
@@ -31,7 +30,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.common import make_llama, make_parser
+from scripts.bench.common import cpu_seconds, make_llama, make_parser
 from scripts.bench.measure.load import Memory, prepare_stock, run_ranks
 from scripts.bench.tables.update_results import write_result
 
@@ -107,7 +106,7 @@ def run_rank(way: str, folder: str, *, save: bool) -> dict[str, Any]:
     return_free_memory()
     dist.barrier()
     read, memory = _read_bytes(), Memory()
-    cpu, start = _cpu_seconds(), time.perf_counter()
+    cpu, start = cpu_seconds(), time.perf_counter()
     if way.split(", ")[1] == "best":
         from accelerate.utils import load_fsdp_model
 
@@ -118,7 +117,7 @@ def run_rank(way: str, folder: str, *, save: bool) -> dict[str, Any]:
         load_model(model, path)
     else:
         accelerator.load_state(path)
-    seconds, used = time.perf_counter() - start, _cpu_seconds() - cpu
+    seconds, used = time.perf_counter() - start, cpu_seconds() - cpu
     peak = memory.stop()
     weights = sum(_local(parameter).nbytes for parameter in model.parameters())
     state = sum(_local(t).nbytes for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor))
@@ -162,11 +161,6 @@ def return_free_memory() -> None:
 
 def _read_bytes() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
-
-
-def _cpu_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
 
 
 def _cache(folder: Path) -> None:

@@ -153,47 +153,57 @@ def measure(args: argparse.Namespace) -> None:
             f"the units differ, so the times cannot be compared:\n  plugin {plugin_units}\n  hand   {units}"
         )
 
-    num_params = sum(parameter.numel() for parameter in make_model(args).parameters())
-    losses: dict[str, list[float]] = {"plugin": [], "hand": []}
-    times: dict[str, list[float]] = {"plugin": [], "hand": []}
-    loops = {"plugin": plugin, "hand": by_hand}
-    for name, step in loops.items():
-        losses[name] += block(step, args.warmup)[1]
-    for pair in range(args.pairs):
-        for name in ("plugin", "hand") if pair % 2 == 0 else ("hand", "plugin"):
-            seconds, seen = block(loops[name], args.block)
-            times[name].append(seconds)
-            losses[name] += seen
-        if rank == 0:
-            now = f"plugin {times['plugin'][-1]:.3f} s, by hand {times['hand'][-1]:.3f} s"
-            print(f"[{pair + 1:2}/{args.pairs}] {now}, ratio {times['plugin'][-1] / times['hand'][-1]:.4f}", flush=True)
+    first = [block(step, args.warmup)[1] for step in (plugin, by_hand)]
+    times, losses = alternate(args, rank, lambda: block(plugin, args.block), lambda: block(by_hand, args.block))
     if rank == 0:
-        write(args, times, losses, num_params)
+        ours, theirs = (a + b for a, b in zip(first, losses, strict=True))
+        result = {
+            **compared(args, *times),
+            "per_rank_batch": [args.batch, args.length],
+            "steps_per_block": args.block,
+            "plugin_step_seconds": round(statistics.median(times[0]), 4),
+            "hand_step_seconds": round(statistics.median(times[1]), 4),
+            "largest_relative_loss_difference": max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True)),
+        }
+        write_result("step_overhead", args.out, result)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def write(
-    args: argparse.Namespace, times: dict[str, list[float]], losses: dict[str, list[float]], num_params: int
-) -> None:
-    ratios = [ours / theirs for ours, theirs in zip(times["plugin"], times["hand"], strict=True)]
+Block = Callable[[], tuple[float, list[float]]]
+
+
+def alternate(
+    args: argparse.Namespace, rank: int, ours: Block, theirs: Block
+) -> tuple[tuple[list[float], list[float]], tuple[list[float], list[float]]]:
+    """Run blocks of two loops in turn. Returns the seconds per step of each block and the losses, of both loops."""
+    times: tuple[list[float], list[float]] = ([], [])
+    losses: tuple[list[float], list[float]] = ([], [])
+    for pair in range(args.pairs):
+        for which in (0, 1) if pair % 2 == 0 else (1, 0):
+            seconds, seen = (ours, theirs)[which]()
+            times[which].append(seconds)
+            losses[which].extend(seen)
+        if rank == 0:
+            (*_, one), (*_, other) = times
+            print(f"[{pair + 1:2}/{args.pairs}] {one:.3f} and {other:.3f} s, ratio {one / other:.4f}", flush=True)
+    return times, losses
+
+
+def compared(args: argparse.Namespace, ours: list[float], theirs: list[float]) -> dict[str, Any]:
+    """Return what was compared, and the median of the ratios of pairs of blocks with its interval."""
+    ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
     low, high = median_interval(ratios)
-    quartiles = statistics.quantiles(ratios, n=4)
-    apart = max(abs(a - b) / abs(b) for a, b in zip(losses["plugin"], losses["hand"], strict=True))
-    result = {
+    first, _, third = statistics.quantiles(ratios, n=4)
+    num_params = sum(parameter.numel() for parameter in make_model(args).parameters())
+    return {
         "model": f"Llama, {args.layers} layers, hidden {args.hidden}, {num_params / 1e6:.1f} M parameters, fp32",
-        "per_rank_batch": [args.batch, args.length],
         "ranks": 2,
         "pairs": args.pairs,
-        "steps_per_block": args.block,
-        "plugin_step_seconds": round(statistics.median(times["plugin"]), 4),
-        "hand_step_seconds": round(statistics.median(times["hand"]), 4),
         "ratio_median": round(statistics.median(ratios), 4),
-        "ratio_quartiles": [round(quartiles[0], 4), round(quartiles[2], 4)],
+        "ratio_quartiles": [round(first, 4), round(third, 4)],
         "ratio_median_95": [round(low, 4), round(high, 4)],
-        "largest_relative_loss_difference": apart,
     }
-    write_result("step_overhead", args.out, result)
 
 
 def main() -> int:

@@ -5,7 +5,7 @@
     python -m scripts.bench.tables.compare old.json new.json --threshold 5    two files; changes of more than 5%
 
 A change counts if it exceeds the threshold and the spread: the quartiles of samples, or an interval that the result
-contains. ``directions.py`` has which way is better for each figure. The exit code is 1 if a figure became worse, and 2
+contains. ``directions.yaml`` has which way is better for each. The exit code is 1 if a figure became worse, and 2
 if a place cannot be read.
 """
 
@@ -196,7 +196,7 @@ def main() -> int:
         better += [change for change in changes if change.relative < 0]
         if unknown:
             print(
-                f"{file}: no direction is known for {', '.join(unknown)}. Add them to directions.py.", file=sys.stderr
+                f"{file}: no direction is known for {', '.join(unknown)}. Add them to directions.yaml.", file=sys.stderr
             )
     _show(worse, "worse:")
     if args.all:

@@ -18,13 +18,6 @@ def planner_time(result: dict[str, Any]) -> list[str]:
     return [*lines, "", f"{note}{result['machine_of_times']}."]
 
 
-def preflight_time(result: dict[str, Any]) -> list[str]:
-    lines = ["| model | time | CPU time of the command and its ranks |", "|---|---|---|"]
-    lines += [f"| {row['model']} | {row['seconds']:.0f} s | {row['cpu_seconds']:.0f} s |" for row in result["rows"]]
-    seconds = result["first_question_seconds"]
-    return [*lines, *(["", f"First question of `hf-fsdp config`: after {seconds:.2f} s."] if seconds else [])]
-
-
 def migrate_proofs(result: dict[str, Any]) -> list[str]:
     lines = ["| config | from, to | mesh | losses | gradient norms | peak | settings return |", "|---" * 7 + "|"]
     for row in result["rows"]:

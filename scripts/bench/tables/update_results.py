@@ -22,30 +22,15 @@ from typing import Any
 from scripts.bench.common import RESULTS, ROOT, describe_machine
 from scripts.bench.gpu_checks.results import table
 from scripts.bench.tables.axes import axes
-from scripts.bench.tables.hangs import hang_overhead, hangs, hangs_healthy
-from scripts.bench.tables.memory import memory_error, memory_on_device
-from scripts.bench.tables.planning import migrate_proofs, planner_time, preflight_time
+from scripts.bench.tables.described import DESCRIBED
+from scripts.bench.tables.hangs import hangs
+from scripts.bench.tables.planning import migrate_proofs, planner_time
 from scripts.bench.tables.profile import suggestions
 
 BLOCK = re.compile(r"(<!-- results:begin (?P<name>[\w-]+) -->\n).*?(<!-- results:end (?P=name) -->)", re.DOTALL)
 HEAD = ("date", "commit", "machine", "versions", "load_average_of_15_minutes", "command", "device")
 
 Result = dict[str, Any]
-
-
-def step_overhead(result: Result) -> list[str]:
-    low, high = result["ratio_median_95"]
-    first, third = result["ratio_quartiles"]
-    return [
-        "| step time | |",
-        "|---|---|",
-        f"| hand-written `fully_shard` loop | {result['hand_step_seconds']:.3f} s |",
-        f"| through the plugin | {result['plugin_step_seconds']:.3f} s |",
-        f"| ratio, median of {result['pairs']} alternating pairs | {result['ratio_median']:.4f} "
-        f"(95%: {low:.4f} to {high:.4f}; quartiles {first:.4f} to {third:.4f}) |",
-        "",
-        f"{result['model']}; {result['ranks']} CPU ranks, one thread each.",
-    ]
 
 
 def checkpoint_save(result: Result) -> list[str]:
@@ -109,13 +94,6 @@ def merge(result: Result) -> list[str]:
         memory = f"{' / '.join(str(value) for value in peak[name].values())} MB" if name in peak else ""
         lines.append(f"| {shown} | {seconds[name]} | {cpu[name]} | {faster[name]:.1f} | {memory} |")
     return [*lines, "", f"{result['model']}; medians of {result['pairs']} alternating pairs."]
-
-
-def resume_parity(result: Result) -> list[str]:
-    rows = [
-        f"| {row['case']} | {row['largest_relative_difference']:.1e} | {row['limit']:.0e} |" for row in result["cases"]
-    ]
-    return ["| resumed as | largest relative difference of ten losses | limit |", "|---|---|---|", *rows]
 
 
 def survival(result: Result) -> list[str]:
@@ -267,33 +245,6 @@ def _outcome(row: Result | None) -> str:
     return f"{row['status']}: {reason}"
 
 
-def generated_values(result: Result) -> list[str]:
-    lines = ["| kind of case | cases | keys and values |", "|---|---|---|"]
-    lines += [f"| {kind} | {row['cases']:,} | {row['values']:,} |" for kind, row in result["kinds"].items()]
-    return [
-        *lines,
-        f"| all | {result['num_cases']:,} | {result['num_values']:,} |",
-        "",
-        f"Results that differ from the document, tracebacks and hangs: {result['num_disagreements']}.",
-    ]
-
-
-def command_start(result: Result) -> list[str]:
-    lines = ["| command | median | fastest |", "|---|---|---|"]
-    return lines + [
-        f"| `{name}` | {row['seconds']:.3f} s | {row['fastest']:.3f} s |" for name, row in result["commands"].items()
-    ]
-
-
-def enabled_start(result: Result) -> list[str]:
-    lines = ["| process | not enabled | added | added CPU time | its quartiles |", "|---|---|---|---|---|"]
-    return lines + [
-        f"| {name} | {row['disabled_ms']:.1f} ms | {row['added_ms']:+.2f} ms | {row['added_cpu_ms']:+.2f} ms "
-        f"| {row['added_cpu_ms_low']:+.2f} to {row['added_cpu_ms_high']:+.2f} ms |"
-        for name, row in result["cases"].items()
-    ]
-
-
 def start(result: Result) -> list[str]:
     titles = {
         "script": "first line of the script",
@@ -320,68 +271,6 @@ def start(result: Result) -> list[str]:
     ]
 
 
-def load(result: Result) -> list[str]:
-    lines = [
-        "| model | ranks | | sharded after | of it `from_pretrained` | updated once after | shard | private memory | "
-        "mapped files | shared memory |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for size, worlds in result["sizes"].items():
-        for world, ways in worlds.items():
-            for way, run in ways.items():
-                times = " | ".join(f"{run[key]:.2f} s" for key in ("seconds", "from_pretrained", "updated"))
-                sizes = ("shard_bytes", "RssAnon", "RssFile", "RssShmem")
-                memory = " | ".join(f"{run[key] / 1e9:.2f} GB" for key in sizes)
-                lines.append(f"| {size} | {world} | {way} | {times} | {memory} |")
-    return lines
-
-
-def many_ranks(result: Result) -> list[str]:
-    phases = list(next(iter(result["worlds"].values()))["phases"])
-    lines = [
-        f"| ranks | {' | '.join(phases)} | all, wall time | memory of a rank | manifest |",
-        f"|{'---|' * (len(phases) + 4)}",
-    ]
-    for world, run in result["worlds"].items():
-        times = " | ".join(f"{run['phases'][phase]['cpu_of_a_rank']:.2f} s" for phase in phases)
-        memory = f"{run['private_bytes'] / 1e6:.0f} MB | {run['manifest_bytes'] / 1e3:.0f} kB"
-        lines.append(f"| {world} | {times} | {run['seconds']:.0f} s | {memory} |")
-    return [
-        *lines,
-        "",
-        f"CPU time of a rank (median) in each phase, and the memory that only this rank has; {result['model']}, FSDP2.",
-    ]
-
-
-def gloo_connections(result: Result) -> list[str]:
-    lines = [
-        "| ranks | connections | start | sockets of a rank at its start | after all collectives | through the store |",
-        "|---|---|---|---|---|---|",
-    ]
-    for world, ways in result["worlds"].items():
-        for way, run in ways.items():
-            sockets = f"{run['start_sockets']:.0f} | {run['used_sockets']:.0f}"
-            sent = run["store_bytes"] / 1e6
-            lines.append(f"| {world} | {way} | {run['seconds']:.1f} s | {sockets} | {sent:.2f} MB |")
-    return [
-        *lines,
-        "",
-        "The default group and the groups of a hybrid mesh; medians of the ranks, the bytes of all ranks.",
-    ]
-
-
-def resume(result: Result) -> list[str]:
-    lines = [
-        "| loaded by | CPU time | time | private memory grows by | kept | bound | bytes read | loaded |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for way, run in result["ways"].items():
-        times = " | ".join(f"{run[key]:.2f} s" for key in ("cpu_seconds", "seconds"))
-        keys = ("private_bytes", "held_bytes", "bound_bytes", "read_bytes", "loaded_bytes")
-        lines.append(f"| {way} | {times} | {' | '.join(f'{run[key] / 1e9:.3f} GB' for key in keys)} |")
-    return [*lines, "", f"{result['model']}; {result['ranks']} CPU ranks, one thread each."]
-
-
 def public_configs(result: Result) -> list[str]:
     titles = ("settings of FSDP", "arguments of the Trainer", "without effect", "refused", "unknown", "lost")
     fates = ("sets", "arguments", "irrelevant", "refused", "unknown", "lost")
@@ -395,26 +284,6 @@ def public_configs(result: Result) -> list[str]:
             states[state] = states.get(state, 0) + count
     others = ", ".join(f"{count} × {state}" for state, count in sorted(states.items()) if state != "converted")
     return [*lines, "", f"Configs of {result['repositories']} repositories. Not converted: {others}."]
-
-
-def large_world(result: Result) -> list[str]:
-    head = [
-        "ranks", "CPU time of a resume, a rank", "reads without data", "reads of data", "opened files",
-        "commit, CPU time of rank 0", "another thread waits for the GIL, at most at once", "manifest", "`.metadata`",
-        "peak memory",
-    ]  # fmt: skip
-    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    for run in result["worlds"]:
-        resume, commit = run["resume"], run["commit"]
-        sizes = [f"{run[key] / 1e6:.1f} MB" for key in ("manifest_bytes", "metadata_bytes")]
-        cells = [
-            f"{run['ranks']:,}{', FSDP1' if run['version'] == 1 else ''}", f"{resume['cpu_seconds']:.2f} s",
-            f"{resume['reads']:,}", f"{resume['data_reads']:,}", str(resume["opened_files"]),
-            f"{commit['cpu_seconds']:.1f} s", f"{commit['gil_seconds']:.1f} s, {commit['longest_gil_seconds']:.2f} s",
-            *sizes, f"{run['peak_bytes'] / 1e9:.1f} GB",
-        ]  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
-    return [*lines, "", f"{result['model']}; made-up checkpoints with sparse data files. CPU times without the data."]
 
 
 def plain(result: Result) -> list[str]:
@@ -521,14 +390,11 @@ def host_waits(result: Result) -> list[str]:
 
 
 _ALL = (
-    step_overhead, checkpoint_save, merge, resume_parity, survival, gpu_check, ecosystem,
-    generated_values, command_start, enabled_start, start, load, resume, many_ranks,
-    gloo_connections, large_world, memory_error, memory_on_device, step_time, published_runs, unexpressed, throughput,
-    restarts, two_hosts, hangs, hangs_healthy, hang_overhead, suggestions,
-    axes, planner_time, preflight_time, host_waits, migrate_proofs,
-    public_configs,
+    checkpoint_save, merge, survival, gpu_check, ecosystem, start, step_time,
+    published_runs, unexpressed, throughput, restarts, two_hosts, hangs, suggestions, axes, planner_time,
+    host_waits, migrate_proofs, public_configs,
 )  # fmt: skip
-TABLES: dict[str, Callable[[Result], list[str]]] = {table.__name__: table for table in _ALL}
+TABLES: dict[str, Callable[[Result], list[str]]] = {**DESCRIBED, **{table.__name__: table for table in _ALL}}
 
 
 def source(result: Result) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Trainer, TrainingArguments
+from transformers import EvalPrediction, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Trainer, TrainingArguments
 
 Rows = list[dict[str, Any]]
 VOCABULARY = 64
@@ -95,6 +95,10 @@ def numbers(num_rows: int = 16, width: int = 8) -> Rows:
     return [{"x": row, "labels": row.sum().sin().reshape(1)} for row in values]
 
 
+def accuracy(prediction: EvalPrediction) -> dict[str, float]:
+    return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+
 def arguments(**changes: Any) -> TrainingArguments:
     return TrainingArguments(**argument_values(**changes))
 
@@ -136,8 +140,12 @@ def train_row(model: str = "", config: Any = None, rows: Any = "texts", adapter:
 
         values = {"type": "LoraConfig", **adapter}
         network = peft.get_peft_model(network, getattr(peft, values.pop("type"))(**values))
-    evaluated = {"eval_dataset": _rows(more["evaluated"])} if "evaluated" in more else None
-    return trained(network, _rows(rows), more=evaluated, **more.get("arguments", {}))
+    given: dict[str, Any] = {"eval_dataset": _rows(more["evaluated"])} if "evaluated" in more else {}
+    if "metrics" in more:
+        given["compute_metrics"] = globals()[more["metrics"]]
+    if "callbacks" in more:
+        given["callbacks"] = [getattr(transformers, name)(*values) for name, values in more["callbacks"].items()]
+    return trained(network, _rows(rows), more=given, **more.get("arguments", {}))
 
 
 def _rows(named: str | dict[str, Any]) -> Rows:

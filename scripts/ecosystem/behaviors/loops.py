@@ -46,24 +46,41 @@ def _finish(accelerator: Accelerator, losses: Any, *models: Any) -> Any:
     return losses
 
 
-def _steps(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, clip: float | None = 1.0) -> list[float]:
+def _start(
+    make_model: Callable[[], Any], rows: Any, batch: int = 2, *, shuffle: bool = False, **settings: Any
+) -> tuple[Accelerator, Any, Any, Any]:
+    """Return an Accelerator, and what it has prepared: model, optimizer and loader."""
+    accelerator = Accelerator(**settings)
+    model = make_model()
+    loader = _loader(rows, batch, shuffle=shuffle)
+    return accelerator, *accelerator.prepare(model, _adamw(model.parameters()), loader)
+
+
+def _clip(accelerator: Accelerator, model: Any) -> None:
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def _steps(
+    accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, *, loss_of: Loss | None = None,
+    clip: Callable[[Accelerator, Any], None] | None = _clip, after: Callable[[], Any] = lambda: None,
+) -> list[float]:  # fmt: skip
+    """Train on the batches, and return the losses. ``after`` is called after each step of the optimizer."""
     losses = []
     for batch in loader:
         with accelerator.accumulate(model):
-            loss = model(**batch)["loss"]
+            loss = model(**batch)["loss"] if loss_of is None else loss_of(model, batch)
             accelerator.backward(loss)
             if clip is not None and accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), clip)
+                clip(accelerator, model)
             optimizer.step()
             optimizer.zero_grad()
+            after()
         losses.append(_mean(accelerator, loss))
     return losses
 
 
 def language_model() -> Any:
-    accelerator = Accelerator()
-    model = llama()
-    model, optimizer, loader = accelerator.prepare(model, _adamw(model.parameters()), _loader(texts()))
+    accelerator, model, optimizer, loader = _start(llama, texts())
     return _finish(accelerator, _steps(accelerator, model, optimizer, loader), model)
 
 
@@ -75,32 +92,24 @@ def model_prepared_first() -> Any:
 
 
 def plain_module() -> Any:
-    accelerator = Accelerator()
-    model = Regression()
-    model, optimizer, loader = accelerator.prepare(model, _adamw(model.parameters()), _loader(numbers()))
+    accelerator, model, optimizer, loader = _start(Regression, numbers())
     return _finish(accelerator, _steps(accelerator, model, optimizer, loader), model)
 
 
 def accumulate_with_a_rest() -> Any:
-    accelerator = Accelerator(gradient_accumulation_steps=3)
-    model = llama()
-    model, optimizer, loader = accelerator.prepare(model, _adamw(model.parameters()), _loader(texts(20)))
+    accelerator, model, optimizer, loader = _start(llama, texts(20), gradient_accumulation_steps=3)
     return _finish(accelerator, _steps(accelerator, model, optimizer, loader), model)
 
 
 def accumulate_without_the_end_of_the_data() -> Any:
     plugin = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
-    accelerator = Accelerator(gradient_accumulation_plugin=plugin)
-    model = llama()
-    model, optimizer, loader = accelerator.prepare(model, _adamw(model.parameters()), _loader(texts(12)))
+    accelerator, model, optimizer, loader = _start(llama, texts(12), gradient_accumulation_plugin=plugin)
     losses = _steps(accelerator, model, optimizer, loader) + _steps(accelerator, model, optimizer, loader)
     return _finish(accelerator, losses, model)
 
 
 def no_sync_by_hand() -> Any:
-    accelerator = Accelerator()
-    model = llama()
-    model, optimizer, loader = accelerator.prepare(model, _adamw(model.parameters()), _loader(texts()))
+    accelerator, model, optimizer, loader = _start(llama, texts())
     losses = []
     for number, batch in enumerate(loader):
         if number % 2 == 0:
@@ -117,9 +126,7 @@ def no_sync_by_hand() -> Any:
 
 
 def norm_of_gradients_logged() -> Any:
-    accelerator = Accelerator()
-    model = llama()
-    model, optimizer, loader = accelerator.prepare(model, _adamw(model.parameters()), _loader(texts(8)))
+    accelerator, model, optimizer, loader = _start(llama, texts(8))
     found: dict[str, float] = {}
     for number, batch in enumerate(loader):
         loss = model(**batch).loss
@@ -132,18 +139,11 @@ def norm_of_gradients_logged() -> Any:
 
 
 def gradients_clipped_by_value() -> Any:
-    accelerator = Accelerator()
-    model = llama()
-    model, optimizer, loader = accelerator.prepare(model, _adamw(model.parameters()), _loader(texts(8)))
-    losses = []
-    for batch in loader:
-        loss = model(**batch).loss
-        accelerator.backward(loss)
+    def clip(accelerator: Accelerator, model: Any) -> None:
         accelerator.clip_grad_value_(model.parameters(), 0.01)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(_mean(accelerator, loss))
-    return _finish(accelerator, losses, model)
+
+    accelerator, model, optimizer, loader = _start(llama, texts(8))
+    return _finish(accelerator, _steps(accelerator, model, optimizer, loader, clip=clip), model)
 
 
 def scheduler_prepared() -> Any:
@@ -152,14 +152,7 @@ def scheduler_prepared() -> Any:
     optimizer = _adamw(model.parameters())
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=16)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, _loader(texts()), scheduler)
-    losses = []
-    for batch in loader:
-        loss = model(**batch).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        losses.append(_mean(accelerator, loss))
+    losses = _steps(accelerator, model, optimizer, loader, clip=None, after=scheduler.step)
     return _finish(accelerator, losses, model)
 
 
@@ -184,9 +177,7 @@ def metrics_gathered_with_uneven_batches() -> Any:
 
 
 def state_saved_and_loaded() -> Any:
-    accelerator = Accelerator()
-    model = llama()
-    model, optimizer, loader = accelerator.prepare(model, _adamw(model.parameters()), _loader(texts(8)))
+    accelerator, model, optimizer, loader = _start(llama, texts(8))
     losses = _steps(accelerator, model, optimizer, loader)
     accelerator.save_state("state")
     _steps(accelerator, model, optimizer, loader)
@@ -197,9 +188,7 @@ def state_saved_and_loaded() -> Any:
 
 def state_loaded_by_another_accelerator() -> Any:
     set_seed(3)
-    accelerator = Accelerator()
-    model = llama()
-    model, optimizer, loader = accelerator.prepare(model, _adamw(model.parameters()), _loader(texts(8)))
+    accelerator, model, optimizer, loader = _start(llama, texts(8))
     losses = _steps(accelerator, model, optimizer, loader)
     accelerator.save_state("state")
     accelerator.free_memory()
@@ -211,9 +200,7 @@ def state_loaded_by_another_accelerator() -> Any:
 
 
 def first_batches_skipped() -> Any:
-    accelerator = Accelerator()
-    model = llama()
-    model, optimizer, loader = accelerator.prepare(model, _adamw(model.parameters()), _loader(texts()))
+    accelerator, model, optimizer, loader = _start(llama, texts())
     losses = _steps(accelerator, model, optimizer, accelerator.skip_first_batches(loader, 2))
     return _finish(accelerator, losses, model)
 
@@ -228,9 +215,7 @@ class _BatchNorm(nn.Module):
 
 
 def batch_norm_statistics() -> Any:
-    accelerator = Accelerator()
-    model = _BatchNorm()
-    model, optimizer, loader = accelerator.prepare(model, _adamw(model.parameters()), _loader(numbers(), 4))
+    accelerator, model, optimizer, loader = _start(_BatchNorm, numbers(), batch=4)
     losses = _steps(accelerator, model, optimizer, loader)
     model.eval()
     with torch.no_grad():
@@ -318,52 +303,41 @@ def polyak_update_of_a_target() -> Any:
     model, target, optimizer, loader = accelerator.prepare(
         model, target, _adamw(model.parameters()), _loader(numbers())
     )
-    losses = []
-    for batch in loader:
+
+    def loss_of(model: Any, batch: dict[str, Any]) -> torch.Tensor:
         with torch.no_grad():
             wanted = target(batch["x"])["logits"]
         found = model(**batch)
-        loss = found["loss"] + (found["logits"] - wanted).square().mean()
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            for ours, theirs in zip(model.parameters(), target.parameters(), strict=True):
-                theirs.mul_(0.9).add_(ours, alpha=0.1)
-        losses.append(_mean(accelerator, loss))
+        return found["loss"] + (found["logits"] - wanted).square().mean()
+
+    @torch.no_grad()
+    def update() -> None:
+        for ours, theirs in zip(model.parameters(), target.parameters(), strict=True):
+            theirs.mul_(0.9).add_(ours, alpha=0.1)
+
+    losses = _steps(accelerator, model, optimizer, loader, loss_of=loss_of, clip=None, after=update)
     return _finish(accelerator, losses, model, target)
 
 
 def weights_clamped() -> Any:
-    accelerator = Accelerator()
-    model = Regression()
-    model, optimizer, loader = accelerator.prepare(model, _adamw(model.parameters()), _loader(numbers()))
-    losses = []
-    for batch in loader:
-        loss = model(**batch)["loss"]
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.clamp_(-0.1, 0.1)
-        losses.append(_mean(accelerator, loss))
-    return _finish(accelerator, losses, model)
+    @torch.no_grad()
+    def clamp() -> None:
+        for parameter in model.parameters():
+            parameter.clamp_(-0.1, 0.1)
+
+    accelerator, model, optimizer, loader = _start(Regression, numbers())
+    return _finish(accelerator, _steps(accelerator, model, optimizer, loader, clip=None, after=clamp), model)
 
 
 def joined_uneven_inputs() -> Any:
-    accelerator = Accelerator()
-    model = Regression()
-    model, optimizer, loader = accelerator.prepare(model, _adamw(model.parameters()), _loader(numbers(14)))
+    accelerator, model, optimizer, loader = _start(Regression, numbers(14))
     with accelerator.join_uneven_inputs([model], even_batches=True):
         losses = _steps(accelerator, model, optimizer, loader)
     return _finish(accelerator, losses, model)
 
 
 def trigger_set_on_one_rank() -> Any:
-    accelerator = Accelerator()
-    model = Regression()
-    model, optimizer, loader = accelerator.prepare(model, _adamw(model.parameters()), _loader(numbers(32)))
+    accelerator, model, optimizer, loader = _start(Regression, numbers(32))
     losses = []
     for number, batch in enumerate(loader):
         losses += _steps(accelerator, model, optimizer, [batch])
@@ -375,10 +349,8 @@ def trigger_set_on_one_rank() -> Any:
 
 
 def shuffled_with_seedable_sampler() -> Any:
-    accelerator = Accelerator()
     set_seed(11)
-    model = llama()
-    model, optimizer, loader = accelerator.prepare(model, _adamw(model.parameters()), _loader(texts(), shuffle=True))
+    accelerator, model, optimizer, loader = _start(llama, texts(), shuffle=True)
     losses = _steps(accelerator, model, optimizer, loader) + _steps(accelerator, model, optimizer, loader)
     return _finish(accelerator, losses, model)
 
@@ -396,24 +368,18 @@ def several_dataloaders() -> Any:
 
 
 def penalty_on_outputs_and_hidden_states() -> Any:
-    accelerator = Accelerator()
-    model = llama()
-    model, optimizer, loader = accelerator.prepare(model, _adamw(model.parameters()), _loader(texts(8)))
-    losses = []
-    for batch in loader:
+    def loss_of(model: Any, batch: dict[str, Any]) -> torch.Tensor:
         output = model(**batch, output_hidden_states=True)
-        loss = output.loss + 0.01 * output.hidden_states[1].square().mean() + 0.01 * output.logits.square().mean()
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(_mean(accelerator, loss))
+        penalties = output.hidden_states[1].square().mean() + output.logits.square().mean()
+        return output.loss + 0.01 * penalties
+
+    accelerator, model, optimizer, loader = _start(llama, texts(8))
+    losses = _steps(accelerator, model, optimizer, loader, loss_of=loss_of, clip=None)
     return _finish(accelerator, losses, model)
 
 
 def whole_state_by_unwrap_model() -> Any:
-    accelerator = Accelerator()
-    model = Regression()
-    model, optimizer, loader = accelerator.prepare(model, _adamw(model.parameters()), _loader(numbers()))
+    accelerator, model, optimizer, loader = _start(Regression, numbers())
     losses = _steps(accelerator, model, optimizer, loader)
     state = accelerator.unwrap_model(model).state_dict()
     whole = {name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for name, tensor in state.items()}

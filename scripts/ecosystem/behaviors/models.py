@@ -18,15 +18,10 @@ from scripts.ecosystem.behaviors.common import (
     trained,
 )
 
-PIXELS = {"image_size": 32, "patch_size": 8}
-
 
 def clip() -> Any:
     text = {**SMALL, "projection_dim": 16}
-    vision = {
-        name: SMALL[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    }
-    config = t.CLIPConfig(text_config=text, vision_config={**vision, **PIXELS, "projection_dim": 16}, projection_dim=16)
+    config = t.CLIPConfig(text_config=text, vision_config={**_vision(), "projection_dim": 16}, projection_dim=16)
     rows = [
         {"pixel_values": picture["pixel_values"], "input_ids": row}
         for picture, row in zip(images(), tokens(), strict=True)
@@ -40,7 +35,7 @@ def clip() -> Any:
 
 def _vision() -> dict[str, Any]:
     sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    return {**{name: SMALL[name] for name in sizes}, **PIXELS}
+    return {**{name: SMALL[name] for name in sizes}, "image_size": 32, "patch_size": 8}
 
 
 def vision_encoder_decoder() -> Any:

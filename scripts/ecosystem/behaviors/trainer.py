@@ -12,7 +12,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
     DataCollatorWithPadding,
     DefaultDataCollator,
-    EarlyStoppingCallback,
     EvalPrediction,
     LlamaForSequenceClassification,
     LlamaForTokenClassification,
@@ -25,6 +24,7 @@ from transformers import (
 from scripts.ecosystem.behaviors.common import (
     Regression,
     Rows,
+    accuracy,
     arguments,
     classified,
     llama,
@@ -33,42 +33,6 @@ from scripts.ecosystem.behaviors.common import (
     tokens,
     trained,
 )
-
-
-def _accuracy(prediction: EvalPrediction) -> dict[str, float]:
-    return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
-
-
-def early_stopping() -> Any:
-    more = {"eval_dataset": texts(8, seed=5), "callbacks": [EarlyStoppingCallback(1, 1.0)]}
-    return trained(
-        llama(),
-        texts(),
-        more=more,
-        max_steps=6,
-        eval_strategy="steps",
-        eval_steps=1,
-        save_strategy="steps",
-        save_steps=1,
-        load_best_model_at_end=True,
-        metric_for_best_model="eval_loss",
-    )
-
-
-def best_model_by_metric() -> Any:
-    more = {"eval_dataset": classified(8), "compute_metrics": _accuracy}
-    return trained(
-        llama(LlamaForSequenceClassification),
-        classified(),
-        more=more,
-        max_steps=4,
-        eval_strategy="steps",
-        eval_steps=2,
-        save_strategy="best",
-        load_best_model_at_end=True,
-        metric_for_best_model="accuracy",
-        greater_is_better=True,
-    )
 
 
 def curriculum_of_two_trainers() -> Any:
@@ -100,7 +64,7 @@ class _Weighted(Trainer):
 
 
 def custom_compute_loss() -> Any:
-    more = {"eval_dataset": classified(8), "compute_metrics": _accuracy}
+    more = {"eval_dataset": classified(8), "compute_metrics": accuracy}
     return trained(
         llama(LlamaForSequenceClassification), classified(), _Weighted, more, eval_strategy="steps", eval_steps=3
     )
@@ -166,17 +130,6 @@ def optimizers_given_to_the_trainer() -> Any:
     return trained(model, texts(), more={"optimizers": (optimizer, LambdaLR(optimizer, lambda step: 0.5**step))})
 
 
-def evaluation_accumulated() -> Any:
-    return trained(
-        llama(LlamaForSequenceClassification),
-        classified(),
-        more={"eval_dataset": classified(11), "compute_metrics": _accuracy},
-        eval_accumulation_steps=1,
-        eval_strategy="steps",
-        eval_steps=1,
-    )
-
-
 class _Running:
     """Metrics that are collected batch by batch."""
 
@@ -220,7 +173,7 @@ def several_evaluation_sets() -> Any:
 
 
 def predict_and_evaluate_after_training() -> Any:
-    trainer = trained(llama(LlamaForSequenceClassification), classified(), more={"compute_metrics": _accuracy})
+    trainer = trained(llama(LlamaForSequenceClassification), classified(), more={"compute_metrics": accuracy})
     found = trainer.predict(classified(7)).metrics | trainer.evaluate(classified(9))
     return {name: value for name, value in found.items() if "loss" in name or "accuracy" in name}
 
