@@ -9,24 +9,20 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 
+import hf_fsdp_plugin.time_limits as time_limits
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.rank_variables import launched_local_rank, launched_rank
 from hf_fsdp_plugin.state import process
 
-_RANK_0_LEAD = 10.0
-"""Seconds after which ranks other than local rank 0 print an error too.
-
-A launcher usually stops these ranks sooner, so an error of all ranks is printed once. An error that local rank 0 does
-not have is still printed.
-"""
-
 
 def print_error(error: SpecError) -> None:
-    """Print the problems without a traceback, because they are errors in the config, not in the code."""
+    """Print the problems without a traceback, because they are errors in the config, not in the code.
+
+    A launcher usually stops the other ranks before they print, so an error of all ranks is printed once.
+    """
     if launched_local_rank() > 0:
-        time.sleep(_RANK_0_LEAD)
+        time.sleep(time_limits.RANK_0_LEAD)
     print(error, file=sys.stderr, flush=True)
 
 
@@ -42,9 +38,6 @@ class MessagePrinter:
         self.quiet = False
         self.listener: Callable[[object], None] | None = None
         self._printed: set[str] = set()
-        self._previous_hook: Callable[..., object] | None = None
-        self._add_remedy: Callable[[BaseException], None] = lambda error: None
-        self._record: Callable[[BaseException], None] = lambda error: None
 
     def print_once(self, message: object, *, printed_by_launcher: bool = False) -> None:
         """Print ``hf-fsdp: MESSAGE`` unless this process, or the launcher, has printed it before."""
@@ -62,33 +55,9 @@ class MessagePrinter:
             if problem.severity == "warning":
                 self.print_once(problem, printed_by_launcher=printed_by_launcher)
 
-    def install_excepthook(
-        self, add_remedy: Callable[[BaseException], None], record: Callable[[BaseException], None]
-    ) -> None:
-        """Print a ``SpecError`` that ends the script with :func:`print_error`.
-
-        Args:
-            add_remedy: called with other exceptions before they are printed.
-            record: called with every exception before it is printed, after ``add_remedy``.
-        """
-        self._add_remedy, self._record = add_remedy, record
-        if self._previous_hook is None:
-            self._previous_hook, sys.excepthook = sys.excepthook, self._excepthook
-
-    def _excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(error, SpecError):
-            self._add_remedy(error)
-        self._record(error)
-        if isinstance(error, SpecError):
-            print_error(error)
-        else:
-            (self._previous_hook or sys.__excepthook__)(kind, error, trace)
-
     def close(self) -> None:
-        """Restore ``sys.excepthook`` and forget what was printed."""
-        if self._previous_hook is not None and sys.excepthook == self._excepthook:
-            sys.excepthook = self._previous_hook
-        self.quiet, self.listener, self._previous_hook = False, None, None
+        """Forget what was printed."""
+        self.quiet, self.listener = False, None
         self._printed.clear()
 
 

@@ -1,8 +1,7 @@
 """The environment variables of a rank: its numbers among the ranks, its run, and time limits. torch is not needed.
 
 ============================  ===============================================================================
-``HF_FSDP_RANK_FILES``        path of a rank's files without their suffix; set by ``hf-fsdp launch``
-``HF_FSDP_LAUNCHER_PID``      process of ``hf-fsdp launch``, which prints what its ranks report
+``HF_FSDP_RANK_FILES``        path of a rank's files without their suffix; set by ``hf-fsdp launch``, which reads them
 ``HF_FSDP_RUN_ID``            id of the run, the same on all machines; set by ``hf-fsdp launch`` or a user
 ``HF_FSDP_RESTART_COUNT``     number of restarts so far, 0 on the first start; set by ``hf-fsdp launch``
 ``HF_FSDP_LOG_DIR``           folder of ``--log_dir``
@@ -20,7 +19,6 @@ from collections.abc import Mapping
 from typing import Final
 
 FILES_VARIABLE: Final = "HF_FSDP_RANK_FILES"
-LAUNCHER_VARIABLE: Final = "HF_FSDP_LAUNCHER_PID"
 RUN_ID_VARIABLE: Final = "HF_FSDP_RUN_ID"
 RESTART_VARIABLE: Final = "HF_FSDP_RESTART_COUNT"
 LOG_VARIABLE: Final = "HF_FSDP_LOG_DIR"

@@ -72,7 +72,13 @@ SETS: Final = (
     RunSet(
         name="screenshots",
         command="python -m scripts.update_docs --runs",
-        code=(f"{_PACKAGE}/cli", f"{_PACKAGE}/tools", f"{_PACKAGE}/launcher", "scripts/screenshots.py"),
+        code=(
+            f"{_PACKAGE}/cli",
+            f"{_PACKAGE}/tools",
+            f"{_PACKAGE}/launcher",
+            "scripts/screenshots.py",
+            "scripts/templates",
+        ),
     ),
     RunSet(name="coverage", command="bash scripts/coverage.sh", code=(_PACKAGE, "tests")),
     *map(_of_benchmark, (*BENCHMARKS, GPU_CHECK)),

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
+import yaml
+
 LAUNCHERS: Final = ("hf-fsdp launch", "torchrun", "accelerate launch", "srun", "PyTorchJob", "Ray Train")
 NO: Final = "no"
 OWN: Final = "its own"
@@ -33,124 +35,16 @@ class Shown(NamedTuple):
 Cell = Shown | str
 
 
-def _row(*cells: Cell) -> Mapping[str, Cell]:
-    return dict(zip(LAUNCHERS, cells, strict=True))
+def _read() -> Mapping[str, Mapping[str, Cell]]:
+    rows = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    return {
+        feature: {name: cell if isinstance(cell, str) else Shown(**cell) for name, cell in cells.items()}
+        for feature, cells in rows.items()
+    }
 
 
-def _hang(launcher: str, text: str = "yes") -> Shown:
-    return Shown(f"hangs::hang_is_named[sleep-2-loop-{launcher}]", text)
-
-
-def _guest(name: str, launcher: str, text: str = "yes") -> Shown:
-    return Shown(f"guests::{name}[{launcher}]", text)
-
-
-_ALL_SETTINGS: Final = "scripts::every_launcher_passes_all_settings"
-_KILLED: Final = "killed_run_resumes_and_reports_lost_steps"
-_REFUSED: Final = "third_identical_failure_is_refused"
-_PLACE: Final = "failure_is_recorded_with_its_place"
-_LOST: Final = "lost_connection_names_the_rank_that_ended"
-_THREADS: Final = "threads_after_the_script_are_named"
-_JOINS: Final = "machine_joins_and_samples_stay_the_same"
-_OTHER_RANKS: Final = "start_on_other_ranks_keeps_samples_per_step"
-
-FEATURES: Final[Mapping[str, Mapping[str, Cell]]] = {
-    "settings applied, report": _row(
-        Shown(f"{_ALL_SETTINGS}[hf-fsdp launch]"),
-        Shown(f"{_ALL_SETTINGS}[torchrun]"),
-        Shown(f"{_ALL_SETTINGS}[accelerate launch]"),
-        _guest(_THREADS, "srun"),
-        _guest(_THREADS, "PyTorchJob"),
-        _guest(_KILLED, "Ray Train"),
-    ),
-    "no line in the script": _row(
-        Shown(f"{_ALL_SETTINGS}[hf-fsdp launch]"),
-        Shown("enable::trainer_under_torchrun_is_reported", "after `hf-fsdp enable`"),
-        Shown("enable::trainer_under_accelerate_launch_is_reported[false]", "after `hf-fsdp enable`"),
-        NO,
-        Shown("enable::trainer_under_torchrun_is_reported", "after `hf-fsdp enable`"),
-        NO,
-    ),
-    "hang named": _row(
-        _hang("hf-fsdp"),
-        _hang("torchrun"),
-        _hang("accelerate"),
-        _hang("srun"),
-        _guest("hang_is_named", "PyTorchJob"),
-        _guest("hang_is_named", "Ray Train"),
-    ),
-    "exit code of a hang": _row(
-        _hang("hf-fsdp", "75"),
-        _hang("torchrun", "1, prints 75"),
-        _hang("accelerate", "1, prints 75"),
-        _hang("srun", "75"),
-        _guest("hang_is_named", "PyTorchJob", "1, prints 75"),
-        OWN,
-    ),
-    "exception with its place": _row(
-        Shown("launch::exception_is_shown_once_with_user_frames", "summary"),
-        Shown("hangs::exception_is_the_root_cause_of_torchrun", "in `Root Cause`"),
-        _guest(_PLACE, "accelerate launch", "in `Root Cause`"),
-        _guest(_PLACE, "srun", "traceback, record"),
-        _guest(_PLACE, "PyTorchJob", "in `Root Cause`"),
-        OWN,
-    ),
-    "first cause of a lost connection": _row(
-        Shown("launch::lost_connection_is_reported_in_one_line"),
-        _guest(_LOST, "torchrun"),
-        _guest(_LOST, "accelerate launch"),
-        _guest(_LOST, "srun"),
-        _guest(_LOST, "PyTorchJob"),
-        NO,
-    ),
-    "restart resumes, lost steps in the report": _row(
-        Shown("restarts::killed_run_has_the_losses_of_an_uninterrupted_one[2]"),
-        Shown("restarts::torchrun_resumes_its_own_run_only"),
-        _guest(_KILLED, "accelerate launch"),
-        Shown("restarts::requeued_job_of_srun_resumes", "when requeued"),
-        _guest(_KILLED, "PyTorchJob"),
-        _guest(_KILLED, "Ray Train"),
-    ),
-    "third identical failure refused": _row(
-        Shown("restarts::failure_at_the_same_step_ends_the_run"),
-        Shown("restarts::torchrun_refuses_a_third_identical_failure"),
-        _guest(_REFUSED, "accelerate launch"),
-        _guest(_REFUSED, "srun"),
-        _guest(_REFUSED, "PyTorchJob"),
-        NO,
-    ),
-    "machines may leave and join": _row(
-        _guest(_JOINS, "hf-fsdp launch"),
-        _guest(_JOINS, "torchrun"),
-        NO,
-        NO,
-        _guest(_JOINS, "PyTorchJob"),
-        OWN,
-    ),
-    "samples per step kept on other ranks": _row(
-        _guest(_JOINS, "hf-fsdp launch"),
-        _guest(_JOINS, "torchrun"),
-        _guest(_OTHER_RANKS, "accelerate launch-4", "new start"),
-        _guest(_OTHER_RANKS, "srun-4", "when requeued"),
-        _guest(_JOINS, "PyTorchJob"),
-        _guest(_OTHER_RANKS, "Ray Train-1"),
-    ),
-    "threads that hold the exit (W741)": _row(
-        Shown("launch_exit::thread_that_never_ends_fails_the_run"),
-        Shown("hangs::threads_after_the_script_are_named"),
-        _guest(_THREADS, "accelerate launch"),
-        _guest(_THREADS, "srun"),
-        _guest(_THREADS, "PyTorchJob"),
-        NO,
-    ),
-    "exit code of the script": _row(
-        Shown("launch::launcher_returns_exit_code_of_failed_rank[1-42]"), NO, NO, OWN, NO, NO
-    ),
-    "log file of each rank": _row(
-        Shown("launch_exit::log_on_a_full_disk_does_not_stop_the_run", "`--log_dir`"), OWN, OWN, OWN, OWN, OWN
-    ),
-}
-"""Feature -> launcher -> what it does. A PyTorchJob is torchrun that is started by the variables of its pod."""
+FEATURES: Final = _read()
+"""Feature -> launcher -> what it does."""
 
 
 def table() -> str:

@@ -18,11 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import hf_fsdp_plugin
+import hf_fsdp_plugin.time_limits as time_limits
 from hf_fsdp_plugin.cli.main import tool
 from hf_fsdp_plugin.cli.output import exit_code, in_line_order, print_problems
 from hf_fsdp_plugin.launcher import flags
 from hf_fsdp_plugin.launcher import world as worlds
-from hf_fsdp_plugin.launcher.rank_environment import DEFAULT_GRACE, RankJob, launch_env, rank_command
+from hf_fsdp_plugin.launcher.rank_environment import RankJob, launch_env, rank_command
 from hf_fsdp_plugin.launcher.run_script import check_script
 from hf_fsdp_plugin.problems import Problem, SpecError, UsageError
 from hf_fsdp_plugin.rank_variables import POD_ID_VARIABLE, RUN_ID_VARIABLE, exit_limit, hang_limit
@@ -34,7 +35,6 @@ from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec, LaunchSection
 
 _OF_ONE_MACHINE = frozenset({"launch.machine_rank", "launch.main_process_ip", "launch.gpu_ids"})
 """Settings that may differ between machines."""
-_REMOVED_LIMIT = "HF_FSDP_MACHINE_TIMEOUT"
 _NUMBERS = (("grace", r"\d+(\.\d+)?"), ("num_cpu_threads_per_process", r"\d+"), ("max_restarts", r"\d{1,6}"))
 
 
@@ -123,7 +123,7 @@ def _run_ranks(arguments: flags.LaunchArguments, spec: FsdpSpec, world: worlds.W
         num_local=world.num_local,
         env=launch_env(spec, world, handover, arguments),
         role=options.get("role", "default"),
-        grace=float(options.get("grace", DEFAULT_GRACE)),
+        grace=float(options.get("grace", time_limits.GRACE)),
         show_all=options.get("show_ranks") == "all" or options.get("tee", "0") != "0",
         show_first=True,
         log_dir=Path(options["log_dir"]) if "log_dir" in options else None,
@@ -173,11 +173,6 @@ def _check_usage(arguments: flags.LaunchArguments) -> None:
     for name in ("json", "model"):
         if name in options and "dry_run" not in options:
             raise UsageError(f"--{name} needs --dry_run.")
-    if _REMOVED_LIMIT in os.environ:
-        raise UsageError(
-            f"{_REMOVED_LIMIT} is not supported any more: torch's rendezvous decides when a machine is lost. Unset it, "
-            "and pass --rdzv_conf keep_alive_interval=SECONDS with --rdzv_backend c10d."
-        )
     _check_writable(options)
     for name, pattern in _NUMBERS:
         if name in options and not re.fullmatch(pattern, options[name]):

@@ -16,8 +16,7 @@ import importlib
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -161,25 +160,6 @@ def make_parser(verb: str) -> Parser:
     return parser
 
 
-def check_needs(args: argparse.Namespace, needs: Mapping[str, Sequence[str]]) -> None:
-    """Raise ``UsageError`` for a flag that has no effect, because none of the flags that it needs was written.
-
-    Args:
-        needs: attribute of a flag -> attributes of which it needs one.
-    """
-    for name, others in needs.items():
-        if name in args.given and not any(other in args.given for other in others):
-            flags = " or ".join(f"--{other.replace('_', '-')}" for other in others)
-            raise UsageError(f"{args.given[name]} needs {flags}.")
-
-
-def check_folder(folder: Path) -> None:
-    """Raise ``UsageError`` if the folder of a checkpoint does not exist."""
-    if not folder.is_dir():
-        what = "is not a folder" if folder.exists() else "does not exist"
-        raise UsageError(f"{folder} {what}. Give the folder of a checkpoint.")
-
-
 def usage_text() -> str:
     """Return the list of verbs and the exit codes."""
     width = max(map(len, VERBS))
@@ -189,18 +169,6 @@ def usage_text() -> str:
     lines += ["launch exits with the code of the script."]
     lines += ["", f"{PROG} VERB --help describes a verb, with examples. {PROG} --version prints the version."]
     return "\n".join(lines)
-
-
-def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
-    """Return the reader of a flag whose value is a whole number in a range, for ``add_argument(type=…)``."""
-    limits = f"from {least} on" if most is None else f"from {least} to {most}"
-
-    def read(text: str) -> int:
-        if not (text.isascii() and text.isdecimal()) or not least <= int(text) <= (most or int(text)):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {limits}.")
-        return int(text)
-
-    return read
 
 
 if __name__ == "__main__":

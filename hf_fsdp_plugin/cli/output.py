@@ -8,14 +8,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Literal, TextIO
 
 from hf_fsdp_plugin.hangs import HANG as HANG
-from hf_fsdp_plugin.messages import progress_bar
 from hf_fsdp_plugin.problems import Problem, has_errors, shown_problems
-from hf_fsdp_plugin.text import fit_table, printable, wrap_words
+from hf_fsdp_plugin.text import printable, wrap_words
 from hf_fsdp_plugin.version import SCHEMA_VERSION
 
 OK: Final = 0
@@ -68,18 +66,6 @@ def text_width(stream: TextIO | None = None) -> int | None:
         return (os.get_terminal_size(stream.fileno()).columns or None) if stream.isatty() else None
     except (OSError, ValueError):
         return None
-
-
-def colored_table(rows: Sequence[Sequence[str]], colors: Sequence[Color | None]) -> str:
-    """Return a table that fits on the terminal, with a bold head.
-
-    Args:
-        rows: the cells of the head, then those of each row.
-        colors: the color of each row after the head.
-    """
-    head, *lines = fit_table(rows, text_width()).split("\n")
-    shown = [line if color is None else colored(line, color) for line, color in zip(lines, colors, strict=True)]
-    return "\n".join([colored(head, "bold"), *shown])
 
 
 def in_line_order(problems: Iterable[Problem]) -> list[Problem]:
@@ -147,17 +133,3 @@ def print_json(tree: Mapping[str, Any]) -> None:
 
     text = json.dumps({"schema_version": SCHEMA_VERSION, **tree}, indent=2, ensure_ascii=False, default=convert)
     print("\n".join(map(printable, text.split("\n"))))  # JSON itself allows C1 control characters and surrogates
-
-
-class ProgressBars(ExitStack):
-    """A progress bar for each step of a verb; none if stderr is not a terminal."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._updates: dict[str, Callable[[int], object]] = {}
-
-    def __call__(self, step: str, count: int, total: int) -> None:
-        """Add ``count`` of ``total`` bytes to the bar of a step."""
-        if step not in self._updates:
-            self._updates[step] = self.enter_context(progress_bar(step, total, delay=0.0))
-        self._updates[step](count)

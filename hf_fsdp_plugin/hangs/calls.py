@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from hf_fsdp_plugin.axes import AXIS_NAMES
 from hf_fsdp_plugin.hangs.mapped_file import make_mapped_file
 from hf_fsdp_plugin.state import process
-from hf_fsdp_plugin.text import format_dtype, name_ranks, short_dtype
+from hf_fsdp_plugin.text import format_dtype, short_dtype
 
 if TYPE_CHECKING:  # torch is imported with the first process group; the launcher reads the files without it
     import torch
@@ -117,12 +117,6 @@ class Wait:
     call: Call
     seconds: float
     ranks: tuple[int, ...] = ()
-
-    def __str__(self) -> str:
-        """Return ``rank 0 has waited for 120 s in all-gather of model.layers.3 (…), number 7 of process group …``."""
-        number = f", number {self.number} of process group {self.group}" if self.call.dtype else ""
-        have = "has" if len(self.ranks) == 1 else "have"
-        return f"{name_ranks(self.ranks)} {have} waited for {self.seconds:,.0f} s in {self.call}{number}"
 
 
 @dataclass(frozen=True, slots=True)

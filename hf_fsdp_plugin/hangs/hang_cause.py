@@ -19,7 +19,6 @@ from hf_fsdp_plugin.hangs.calls import ARRIVALS, POINT_TO_POINT, Call, GroupCall
 from hf_fsdp_plugin.hangs.python_stacks import Frame
 from hf_fsdp_plugin.text import name_ranks, plural
 
-SILENT_EXIT: Final = "Look for os._exit, or for a library that ends the process."
 HangKind = Literal["late", "different", "circle", "stuck"]
 _MAX_SKIPPED: Final = 64
 """Maximum number of calls that a rank may have skipped, and of later calls that are compared to find this out."""
@@ -246,9 +245,7 @@ class _Run:
         """
         ahead, most, few = self._more_forwards(number, classes)
         if len(classes) == 2:
-            ranks, skipped = _skipped(number, classes)
-            if not ranks and not ahead:
-                ranks, skipped = _skipped_by_history(number, classes)
+            ranks, skipped = _skipped(number, classes, by_history=not ahead)
             if ranks:
                 more = f" and {plural(len(skipped) - 1, 'more call')}" if len(skipped) > 1 else ""
                 return ranks, f" {name_ranks(ranks).capitalize()} left out {skipped[0]}{more}."
@@ -292,24 +289,27 @@ def _grouped(waits: Mapping[int, Wait]) -> list[Wait]:
     return sorted(found, key=lambda each: (-each.seconds, each.group, each.number))
 
 
-def _skipped(number: int, classes: Sequence[_Class]) -> tuple[tuple[int, ...], tuple[Call, ...]]:
+def _skipped(number: int, classes: Sequence[_Class], *, by_history: bool) -> tuple[tuple[int, ...], tuple[Call, ...]]:
     """Return which of two classes of ranks has left out calls that the other made, and these calls.
 
     Both are empty if that is unknown.
 
     Args:
         number: number of the first collective in which the classes differ.
+        by_history: whether calls may also be judged by those of earlier steps: a backend may fail at the difference.
     """
-    found = []
+    unusual, found = _unusual(number, classes), []
     for most, few in (classes, classes[::-1]):
         made = most.calls.since(number)
-        if num := _num_skipped(made, few.calls.since(number)):
+        num = _num_skipped(made, few.calls.since(number))
+        if not num and by_history and unusual == few.ranks:
+            made = _made_before(number, most.calls)
+            num = _num_skipped(made, few.calls.since(number)[:1])
+        if num:
             found.append((few.ranks, made[:num]))
     # If both left calls out, the orders differ. The shorter gap is the likelier one; in a tie nobody is named.
     found.sort(key=lambda each: len(each[1]))
-    if not found or (len(found) == 2 and len(found[0][1]) == len(found[1][1])):
-        return (), ()
-    return found[0]
+    return found[0] if found and len({len(calls) for _, calls in found}) == len(found) else ((), ())
 
 
 def _num_skipped(other: Sequence[Call], own: Sequence[Call]) -> int:
@@ -322,26 +322,19 @@ def _num_skipped(other: Sequence[Call], own: Sequence[Call]) -> int:
     return 0
 
 
+def _made_before(number: int, calls: GroupCalls) -> tuple[Call, ...]:
+    """Return the calls of an earlier step that followed the same two calls as those before and at ``number``."""
+    past = calls.before(number)
+    last = past[-1:] + calls.since(number)[:1]
+    pairs = [tuple(call.compared for call in pair) for pair in pairwise(past)]
+    newest = tuple(call.compared for call in last)
+    at = next((at for at in reversed(range(len(pairs))) if pairs[at] == newest), len(past))
+    return past[at + 1 :]
+
+
 def _unusual(number: int, classes: Sequence[_Class]) -> tuple[int, ...]:
     """Return the ranks whose call did not follow the last common call in earlier steps, if one class's call did."""
     past = [call.compared for call in classes[0].calls.before(number)]
     follows = set(pairwise(past))
     usual = [each for each in classes if past and (past[-1], each.calls.since(number)[0].compared) in follows]
     return _ranks_of(each for each in classes if each is not usual[0]) if len(usual) == 1 else ()
-
-
-def _skipped_by_history(number: int, classes: Sequence[_Class]) -> tuple[tuple[int, ...], tuple[Call, ...]]:
-    """Return which of two classes has left calls out, judged by the calls before: a backend may fail at the difference.
-
-    In earlier steps, the last common call was followed by the call of one class only, and later by that of the other.
-    """
-    past = classes[0].calls.before(number)
-    compared = [call.compared for call in past]
-    odd = _unusual(number, classes)
-    in_order = sorted(classes, key=lambda each: each.ranks == odd)
-    usual, other = (each.calls.since(number)[0].compared for each in in_order)
-    for at in range(len(past) - 1, 0, -1):
-        if odd and (compared[at - 1], compared[at]) == (compared[-1], usual):
-            rest = compared[at : at + _MAX_SKIPPED]
-            return (odd, past[at : at + rest.index(other)]) if other in rest else ((), ())
-    return (), ()

@@ -8,8 +8,7 @@ messages grows with the number of machines, and not with its square.
 ::
 
     machine/<r>     name of the machine of rank r
-    news            increased with each question and announcement: the counter that is read each second
-    asked           number of questions
+    asked           number of questions and announcements: the counter that is read each second
     failed/<m>      number of machines that have wanted to ask after a failure in minute m, because torch may keep the
                     store when it starts the ranks again
     <q>/answers     number of machines that answer question q
@@ -33,6 +32,7 @@ from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 
+import hf_fsdp_plugin.time_limits as time_limits
 from hf_fsdp_plugin.backends.ranks import agreement
 from hf_fsdp_plugin.hangs.calls import RankCalls, rank_from_json, record
 from hf_fsdp_plugin.hangs.python_stacks import current_stack, find_place
@@ -46,14 +46,8 @@ THREAD: Final = "hf_fsdp_store"
 """Name of the threads that are in a request to the store."""
 _MAX_ANSWER: Final = 64 << 20
 """Maximum number of bytes of the records of a machine."""
-ANSWER_SECONDS: Final = 10.0
-"""Seconds that a machine has to answer, in which it reads its ranks' stacks."""
-_REQUEST_SECONDS: Final = 10.0
-"""Seconds that a request to the store may take."""
 _MOST_FAILED: Final = 8
 """Number of machines that ask after a failure, in a minute."""
-_LOOK_SECONDS: Final = 1.0
-_POLL_SECONDS: Final = 0.1
 _UNKNOWN_MACHINE: Final = "another machine"
 _MAX_NAME: Final = 200
 _MAX_NAMED: Final = 64
@@ -76,7 +70,7 @@ class JobStore:
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
-    def ask(self, request: Callable[[Any], _T], seconds: float = _REQUEST_SECONDS) -> _T | None:
+    def ask(self, request: Callable[[Any], _T], seconds: float = time_limits.REQUEST) -> _T | None:
         """Return the result of requests to the store; ``None`` if the store is gone, or does not answer in time."""
         if self._is_closed or (self._thread is not None and self._thread.is_alive()):
             return None  # the request before has not ended: the host of the store is stopped, or the network down
@@ -92,7 +86,7 @@ class JobStore:
         self._thread.start()
         deadline = time.monotonic() + seconds
         while self._thread.is_alive() and time.monotonic() < deadline and not self._is_closed:
-            self._thread.join(_POLL_SECONDS)
+            self._thread.join(time_limits.POLL)
             self._waiting()
         return results[0] if results else None
 
@@ -128,7 +122,7 @@ class HangQueries:
         host, machine = socket.gethostname(), os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID")
         self._name = name or (f"machine {machine} ({host})" if machine else f"machine {host}")
         self.announced: FoundHang | None = None
-        self._news: int | None = None  # until the name of this machine is in the store
+        self._is_named = False
         self._asked = self._answered = 0
         self._next_look = self._asks_from = 0.0
 
@@ -136,18 +130,18 @@ class HangQueries:
         """Return whether another machine waits for the answer of this one."""
         now = time.monotonic()
         if self._store is not None and now >= self._next_look:
-            self._next_look = now + _LOOK_SECONDS
-            self._store.ask(self._read_news)
-        return self._asked > self._answered
+            self._next_look = now + time_limits.LOOK
+            self._store.ask(self._look)
+        return self._asked > self._answered and self.announced is None
 
-    def _read_news(self, store: Any) -> None:
-        if self._news is None:
+    def _look(self, store: Any) -> None:
+        if not self._is_named:
+            self._is_named = True
             for rank in self._ranks:
                 store.set(f"machine/{rank}", self._name)
-        if (news := store.add("news", 0)) != self._news:
-            self._asked = store.add("asked", 0)
+        if (asked := store.add("asked", 0)) != self._asked:
+            self._asked = asked
             self._has_announcement(store)
-            self._news = news
 
     def _has_announcement(self, store: Any) -> bool:
         if self.announced is None and store.check(["announced"]):
@@ -170,13 +164,13 @@ class HangQueries:
             store.set(f"{question}/{store.add(f'{question}/answers', 1)}", text)
         self._answered = self._asked = newest
         if questions:
-            self._asks_from = time.monotonic() + ANSWER_SECONDS
+            self._asks_from = time.monotonic() + time_limits.ANSWER
         return bool(questions)
 
     def ask(
         self,
         ranks: Sequence[RankCalls],
-        seconds: float = ANSWER_SECONDS,
+        seconds: float = time_limits.ANSWER,
         *,
         after_failure: bool = False,
         answers: bool = True,
@@ -204,7 +198,7 @@ class HangQueries:
         }
 
         def request(store: Any) -> bool:
-            self._read_news(store)
+            self._look(store)
             if after_failure:
                 may_ask = store.add(f"failed/{time.time() // 60:.0f}", 1) <= _MOST_FAILED
             else:
@@ -224,7 +218,6 @@ class HangQueries:
             ranks: the answer to machines that ask at the same time; ``None`` if another thread answers.
         """
         question = store.add("asked", 1)
-        store.add("news", 1)
         missing, unread, num_answers = set(others), list[int](), 0
         while missing and time.monotonic() < deadline:
             if self._has_announcement(store):
@@ -239,7 +232,7 @@ class HangQueries:
                 found = {each.rank: each for each in _unpack(store.get(f"{question}/{number}")) if each.rank in others}
                 others.update(found)
                 missing -= found.keys()
-            time.sleep(_POLL_SECONDS)
+            time.sleep(time_limits.POLL)
         for rank in sorted(missing)[:_MAX_NAMED]:
             if store.check([f"machine/{rank}"]):
                 name = store.get(f"machine/{rank}").decode(errors="replace")
@@ -251,10 +244,9 @@ class HangQueries:
         text = json.dumps(asdict(hang.of_machine(machine)))
 
         def request(store: Any) -> None:
-            is_first = store.compare_set("announced", "", text).decode() == text
-            store.add("news", 1)
-            if not is_first:
+            if store.compare_set("announced", "", text).decode() != text:
                 self._has_announcement(store)
+            store.add("asked", 1)
 
         if self._store is not None:
             self._store.ask(request)  # if the store is lost, the other machines find the hang themselves

@@ -1,4 +1,4 @@
-"""Watches whether the ranks of this machine hang: reads their records, asks the other machines, and reports the cause.
+"""Watches whether the ranks of this machine hang: reads their records, asks the other machines, and finds the cause.
 
 A hang is a collective that a rank has waited for longer than a limit. See docs/hangs.md for the rules.
 """
@@ -8,20 +8,20 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
 
+import hf_fsdp_plugin.time_limits as time_limits
 from hf_fsdp_plugin.hangs import python_stacks, watch_files
 from hf_fsdp_plugin.hangs.calls import RankCalls, RecordHeader, read_calls, read_header
-from hf_fsdp_plugin.hangs.hang_cause import SILENT_EXIT, Diagnosis, diagnose_hang
+from hf_fsdp_plugin.hangs.hang_cause import Diagnosis, diagnose_hang
 from hf_fsdp_plugin.hangs.hang_queries import HangQueries
+from hf_fsdp_plugin.hangs.hang_texts import describe_busy, describe_standstill, hang_problem
 from hf_fsdp_plugin.hangs.process_end import stack_of
-from hf_fsdp_plugin.hangs.watch_files import FoundHang, Peer, ProcessorUse
-from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.text import name_ranks, plural
+from hf_fsdp_plugin.hangs.watch_files import Peer, ProcessorUse
 from hf_fsdp_plugin.version import SCHEMA_VERSION
 
 _TIMEOUT_SHARE: Final = 0.5
@@ -32,16 +32,12 @@ _READING_LIMITS: Final = 5.0
 """Factor of the limit for late ranks that wait for a file system or a data loader, which may stall for minutes."""
 _STANDSTILL_LIMITS: Final = 5.0
 """Factor of the limit for a time without any collective, after which a notice is printed."""
-_STACK_SECONDS: Final = 0.2
-"""Seconds that ranks have to record their stacks."""
 _MORE_STACKS: Final = 4
 """Further stacks that are read if ranks on accelerators have not moved: their processor time shows no progress."""
 _BUSY_SHARE: Final = 0.03
 """Share of one core from which on a late rank is busy. Threads of idle processes use less than 1%."""
 _FAULTS: Final = 10.0
 """Page faults per second that are progress: memory that is touched for the first time."""
-_SAMPLE_SECONDS: Final = 1.0
-"""Shortest time, in seconds, for which the processor time is measured, unless the limit is shorter."""
 
 
 @dataclass(slots=True)
@@ -135,7 +131,7 @@ class HangFinder:
         """Return the calls and states of the ranks of this machine, and their stacks."""
         before = self._sample or self._take_sample(ranks)
         # On a busy machine, the sample may have taken until now.
-        time.sleep(max(0.0, before.time + min(_SAMPLE_SECONDS, self._limit / 2) - time.monotonic()))
+        time.sleep(max(0.0, before.time + min(time_limits.SAMPLE, self._limit / 2) - time.monotonic()))
         after = self._take_sample(ranks)
         seconds = max(after.time - before.time, 1e-3)
         calls = {rank.rank: read_calls(rank.rank, rank.files.calls) for rank in ranks}
@@ -171,7 +167,7 @@ class HangFinder:
         use, now = watch_files.processor_use([rank.pid for rank in ranks]), time.monotonic()
         for rank in ranks:
             rank.request_stacks()
-        time.sleep(_STACK_SECONDS)
+        time.sleep(time_limits.STACK)
         return _Sample(now, use, {rank.rank: tuple(python_stacks.read_stack(rank.files.stacks)) for rank in ranks})
 
 
@@ -202,108 +198,6 @@ def _state(rank: Peer) -> str:
     if rank.is_gone():
         return "exited"
     return "halted" if watch_files.is_halted(rank.pid) else "running"
-
-
-_SAME_CALLS: Final = (
-    "Make every rank call the same modules and functions in the same order. If a rank has no input for a module, such "
-    "as an expert without tokens or a batch without images, call it with an empty or made-up input. Make saves, "
-    "evaluations, generations and gradient clipping on all ranks."
-)
-_RAISE: Final = "If the rank needs this time, set a longer --hang_timeout."
-_FIXES: Final[Mapping[str, str]] = {
-    "halted": "Let the process continue (kill -CONT), or debug with --hang_timeout 0.",
-    "exited": SILENT_EXIT,
-    "ended": "Make every rank run the same number of steps, and make the same calls on all ranks.",
-    "unreachable": "Check whether this machine runs and is reachable.",
-}
-_LOADER: Final = "the data loader"
-_MAX_RANKS: Final = 4
-_MAX_CALLS: Final = 3
-
-
-def hang_problem(diagnosis: Diagnosis) -> Problem:
-    """Return the message of a hang that ends the run."""
-    waiting = diagnosis.waiting
-    if diagnosis.kind == "different" and diagnosis.difference is not None:
-        message = f"{diagnosis.difference} Since then {waiting}."
-        return Problem(code="FSDP-E729", message=message, fix=_SAME_CALLS)
-    if diagnosis.kind == "circle":
-        calls = "; ".join(str(each) for each in (waiting, *diagnosis.others)[:_MAX_CALLS])
-        message = f"{name_ranks(diagnosis.ranks)} wait for each other in different calls: {calls}."
-        return Problem(code="FSDP-E730", message=message, fix=_SAME_CALLS)
-    if diagnosis.kind == "stuck":
-        message = f"{waiting}, which every rank has begun."
-        fix = "Check the network and the processes' devices; the records show no rank that is late."
-        return Problem(code="FSDP-E731", message=message, fix=fix)
-    return Problem(code="FSDP-E728", message=_late(diagnosis), fix=_fix(diagnosis.known[diagnosis.ranks[0]]))
-
-
-def describe_busy(diagnosis: Diagnosis, ends_after: float) -> Problem:
-    """Return the notice for ranks that are late, but not idle."""
-    does = "is busy" if diagnosis.is_busy else "waits for files or data"
-    fix = f"The rank {does}, so the run continues. It ends when the wait has taken {ends_after:,.0f} s."
-    return Problem(code="FSDP-W732", message=_late(diagnosis), fix=fix)
-
-
-def describe_standstill(known: Iterable[RankCalls], seconds: float) -> Problem:
-    """Return the notice that no rank waits for another one, but none has begun a collective for a long time."""
-    shown = "; ".join(f"{name_ranks([rank.rank])} {_where(rank)}" for rank in list(known)[:_MAX_RANKS])
-    message = f"no rank of this machine has begun a collective for {seconds:,.0f} s, and none waits in one: {shown}."
-    fix = "The run continues. If the ranks should be training, stop it with Ctrl-C, which prints their places."
-    return Problem(code="FSDP-W733", message=message, fix=fix)
-
-
-def _late(diagnosis: Diagnosis) -> str:
-    waiting, ranks = diagnosis.waiting, diagnosis.ranks
-    late = [f"{name_ranks([rank])} {_where(diagnosis.known[rank], waiting.group)}" for rank in ranks[:_MAX_RANKS]]
-    if len(ranks) > _MAX_RANKS:
-        late.append(f"and {plural(len(ranks) - _MAX_RANKS, 'more rank')}")
-    are = "is" if len(ranks) == 1 else "are"
-    return f"{name_ranks(ranks)} {are} late: {waiting}. Meanwhile {'; '.join(late)}."
-
-
-def _where(rank: RankCalls, group: str = "") -> str:
-    if state := python_stacks.describe_state(rank.state, rank.detail):
-        calls = rank.groups[group].calls if group in rank.groups else ()
-        if rank.state in ("halted", "exited") and calls:
-            place = f" {rank.place}" if rank.place else ""
-            return f"{state}{place}, after {calls[-1]}"
-        return state
-    place = f"was {rank.place or 'at an unknown place'}"
-    return place if rank.cpu is None else f"{place}, and its processes used {rank.cpu:.0%} of a core"
-
-
-def _fix(rank: RankCalls) -> str:
-    if rank.state in _FIXES:
-        return _FIXES[rank.state]
-    if rank.call == _LOADER:
-        return f"Look for slow reads and blocked workers of the data loader. {_RAISE}"
-    return f"If only some ranks call {rank.call}, make the call on all ranks. {_RAISE}" if rank.call else _RAISE
-
-
-_MAX_STACKS: Final = 2
-
-
-def found_hang(diagnosis: Diagnosis, dump: Path | None) -> FoundHang:
-    """Return the message, the stacks of ranks that cause the hang, the places of the others, and the file."""
-    problem = hang_problem(diagnosis)
-    causes, call = diagnosis.ranks, diagnosis.waiting.call
-    lines = [f"hang: {problem}"]
-    if diagnosis.kind != "different" and diagnosis.difference is not None:
-        lines.append(f"before, {diagnosis.difference}")
-    for rank in [rank for rank in causes if diagnosis.stacks.get(rank)][:_MAX_STACKS]:
-        lines.append("\n".join([f"stack of rank {rank}:", *python_stacks.format_stack(diagnosis.stacks[rank])]))
-    others = [] if diagnosis.kind == "late" else list(causes)
-    others += [rank for rank in sorted(diagnosis.known) if rank not in causes]
-    lines += python_stacks.shown_places(diagnosis.known[rank] for rank in others if diagnosis.known[rank].place)
-    if dump is not None:
-        lines.append(f"the collectives and stacks of the ranks are in {dump}")
-    lines.append("all ranks are being ended")
-    return FoundHang(
-        text="\n".join(f"hf-fsdp: {line}" for line in lines),
-        message=f"hang: {problem.message} [{problem.code}]",
-        same_as=f"{problem.code} in {call.operation} of {call.unit}",
-    )
 
 
 def write_hang(diagnosis: Diagnosis, folder: Path | None, *, limit: float) -> Path | None:

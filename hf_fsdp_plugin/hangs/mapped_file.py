@@ -24,7 +24,7 @@ def make_mapped_file(path: Path, size: int, *, in_memory: bool = True) -> Path:
         OSError: ``path`` cannot be written, or the disk has no space.
     """
     remove_file(path)
-    if in_memory and _is_tmpfs(_MEMORY):
+    if in_memory and _MEMORY.is_mount():
         target = _MEMORY / f"hf_fsdp_{os.getuid()}_{os.getpid()}_{time.monotonic_ns()}"
         try:
             _make_file(target, size)
@@ -46,11 +46,3 @@ def remove_file(path: Path) -> None:
 def _make_file(path: Path, size: int) -> None:
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(bytes(size))  # takes the space now: without it, a later change would end the process
-
-
-def _is_tmpfs(folder: Path) -> bool:
-    try:
-        mounts = Path("/proc/mounts").read_text().splitlines()
-    except OSError:
-        return False
-    return any(mount.split()[1:3] == [str(folder), "tmpfs"] for mount in mounts)

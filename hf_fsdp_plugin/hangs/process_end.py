@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
+import hf_fsdp_plugin.time_limits as time_limits
 from hf_fsdp_plugin.hangs import HANG
 from hf_fsdp_plugin.hangs.python_stacks import Frame, current_stack
 from hf_fsdp_plugin.hangs.watch_files import write_if_possible
@@ -90,7 +91,6 @@ def write_error_file(message: str, details: str = "", seconds_ago: int = 0) -> N
 
 
 _WAKE: Final = b"\n"
-_FLUSH_SECONDS: Final = 1.0
 
 
 class HeldSigterm:
@@ -199,13 +199,12 @@ def exit_after_hang(seconds: float = 0.0) -> NoReturn:
 
     flushing = threading.Thread(target=flush, daemon=True)  # the main thread may hold the locks of the streams
     flushing.start()
-    flushing.join(_FLUSH_SECONDS)
+    flushing.join(time_limits.FLUSH)
     for child in multiprocessing.active_children():  # such as a worker of a data loader that never returns
         child.kill()
     os._exit(HANG)
 
 
-_NOTICE_SECONDS: Final = 5.0
 _SCRIPT: Final = ("<module>", "_run_module_as_main")
 """Outermost functions of the main thread while it runs a script."""
 
@@ -237,7 +236,7 @@ class ExitWatch:
         seconds = time.monotonic() - self._since
         message = f"the script has ended, but {held_by} keep the process running."
         fix = "Stop these threads in the script, or create them with daemon=True."
-        if seconds >= min(_NOTICE_SECONDS, self._limit) and not self._is_noticed:
+        if seconds >= min(time_limits.EXIT_NOTICE, self._limit) and not self._is_noticed:
             self._is_noticed = True
             more = f"{fix} The run fails after {self._limit:g} seconds ({EXIT_LIMIT_VARIABLE})."
             self._notice(Problem(code="FSDP-W741", message=message, fix=more))

@@ -20,14 +20,15 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from hf_fsdp_plugin.hangs.calls import Counts, RankCalls
+import hf_fsdp_plugin.time_limits as time_limits
+from hf_fsdp_plugin.hangs.calls import Counts
 from hf_fsdp_plugin.state import process
-from hf_fsdp_plugin.text import name_ranks, plural
+from hf_fsdp_plugin.text import plural
 
 STACK_SIGNAL: Final = getattr(signal, "SIGRTMAX", 0) - 3 if hasattr(signal, "SIGRTMAX") else None
 """The signal with which a rank is asked for its stack: a real-time signal, which libraries do not use."""
@@ -93,39 +94,6 @@ class Frame:
         return f"{self.file if shorter.startswith('..') else shorter}:{self.line}"
 
 
-_STATES: Final = {
-    "ended": "had ended the script",
-    "exited": "had exited before the end of its script",
-    "halted": "did not run, because its process was stopped by SIGSTOP or a debugger",
-    "unreachable": "is on {detail}, which does not answer",
-}
-
-
-def describe_state(state: str, detail: str = "") -> str:
-    """Return what has happened to a rank that does not run (see ``RankCalls.state``); empty for one that runs."""
-    return _STATES.get(state, "").format(detail=detail)
-
-
-_MAX_PLACES: Final = 8
-
-
-def shown_places(ranks: Iterable[RankCalls]) -> list[str]:
-    """Return one text for each state and place of ranks, and the number of those that are not shown."""
-    groups: dict[tuple[str, str], list[int]] = {}
-    for rank in ranks:
-        groups.setdefault((describe_state(rank.state, rank.detail), rank.place), []).append(rank.rank)
-    texts = []
-    for (state, place), numbers in groups.items():
-        was = f"{'was' if len(numbers) == 1 else 'were'} {place}" if place else ""
-        texts.append(f"{name_ranks(sorted(numbers))} {' and '.join(part for part in (state, was) if part)}")
-    more = len(texts) - _MAX_PLACES
-    return texts if more <= 0 else [*texts[:_MAX_PLACES], f"and {plural(more, 'more place')}"]
-
-
-_DUMP_SECONDS: Final = 0.5
-"""Seconds that ``faulthandler`` has to write the stacks."""
-
-
 class HeldAbort:
     """Holds a thread of native code that calls ``abort()`` for six seconds, in which other threads run.
 
@@ -148,7 +116,7 @@ class HeldAbort:
 
     def end(self) -> None:
         """End this process by SIGABRT, as without this class."""
-        time.sleep(_DUMP_SECONDS)
+        time.sleep(time_limits.DUMP)
         self._libc.signal(signal.SIGABRT, None)
         os.kill(os.getpid(), signal.SIGABRT)
 

@@ -61,11 +61,11 @@ class RankFiles:
     restarts = _File("restarts.json")
 
 
-def remove_files(stem: Path) -> None:
-    """Remove the files of one rank."""
-    for file in vars(RankFiles).values():
-        if type(file) is _File and not file.is_common:
-            remove_file(stem.with_suffix(file.name))
+def remove_files(stem: Path, *, of_all: bool = False) -> None:
+    """Remove the files of one rank, or those that all ranks of its machine have in common."""
+    for name, file in vars(RankFiles).items():
+        if type(file) is _File and file.is_common == of_all:
+            remove_file(getattr(RankFiles(stem), name))
 
 
 def private_folder(folder: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from hf_fsdp_plugin.backends.loading.shared_weights import exchange
 from hf_fsdp_plugin.backends.ranks.cluster import slurm_variables
 from hf_fsdp_plugin.devices import accelerator_type, select_device
-from hf_fsdp_plugin.integrations import observing, patching, resuming, torch_functions
+from hf_fsdp_plugin.integrations import observing, patching, resuming
 from hf_fsdp_plugin.integrations.accelerate.run_report import RunReporter
 from hf_fsdp_plugin.integrations.before_imports import may_be_rank
 from hf_fsdp_plugin.integrations.failure_watch import watch
@@ -61,7 +61,6 @@ def install(
     if state.is_automatic:  # undone, so that the script finds the settings and the environment as without the plugin
         changes.restore_variables()
         state.installed = state.is_automatic = False
-    printer().install_excepthook(torch_functions.add_remedy, watch().failed)
     watch().arm()
     handover = LaunchHandover.from_env(os.environ)
     if handover is not None and handover.quiet:

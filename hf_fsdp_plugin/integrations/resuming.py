@@ -1,8 +1,7 @@
 """What was before this process: the failed attempts of its run, and the checkpoint from which it resumes.
 
-``hf-fsdp launch`` writes a file for its ranks. Under other launchers, the lowest rank of each machine writes what its
-machine knows (``runs.identity.make_offer``) to the store of the process group. Rank 0 reads one message per machine,
-and broadcasts what all agree on.
+``hf-fsdp launch`` writes a file for its ranks. Under other launchers, the lowest rank of each machine sends what its
+machine knows (``runs.identity.make_offer``) to all ranks, which make one history of it.
 
 The manifest of each checkpoint names the run that wrote it. After a launcher has started a run again, it resumes from
 the newest complete checkpoint with that name, so that older checkpoints in the same folder, of other runs, are never
@@ -15,7 +14,6 @@ import json
 import os
 import re
 import sys
-import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -24,7 +22,6 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from hf_fsdp_plugin.backends.ranks import agreement
-from hf_fsdp_plugin.backends.ranks.cluster import ranks_per_machine
 from hf_fsdp_plugin.checkpoint.checking.inspection import first_complete, numbered_checkpoints, why_incomplete
 from hf_fsdp_plugin.checkpoint.folders import check_visible, recover_interrupted_commit, recover_run
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, read_manifest, readable_manifest
@@ -43,7 +40,6 @@ from hf_fsdp_plugin.runs import identity as runs
 from hf_fsdp_plugin.runs.restart_policy import Restarts
 from hf_fsdp_plugin.state import process
 from hf_fsdp_plugin.text import plural
-from hf_fsdp_plugin.torch_private.functions import default_store
 
 T = TypeVar("T")
 
@@ -95,7 +91,13 @@ class ProcessAttempt:
         if self._is_open and dist.is_initialized():
             agreement.load_failures().close()  # this rank continues, even if a load failed
             with agreement.collective_preparation(call):
-                agreed = self._exchange()
+                number = variable_number(self._environ, "GROUP_RANK", variable_number(self._environ, "SLURM_NODEID"))
+                offers = agreement.gather_objects(
+                    runs.make_offer(self._folder, self._identity, rank=dist.get_rank(), machine=number)
+                    if self._is_lowest
+                    else None
+                )
+                agreed = runs.merge_offers([offer for offer in offers if offer is not None])
             self._is_open = False
             current_run().restarts, self._refusal = agreed.known, agreed.known.refusal
             if self._folder is not None and self._is_lowest:
@@ -104,27 +106,6 @@ class ProcessAttempt:
                 print_once(f"{current_run().restarts.title}: {current_run().restarts.last_failure}")
         if self._refusal is not None:
             raise SpecError([self._refusal])
-
-    def _exchange(self) -> runs.Offer:
-        """Return the history of the run that all machines agree on.
-
-        torch's agent may keep the store of the attempt before, so the keys have a new prefix: ``machine<n>`` for what a
-        machine knows, the numbers ``machines`` and ``ranks`` of those that have written, and ``complete`` at the end.
-        """
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        store = dist.PrefixStore(agreement.broadcast_object(f"hf_fsdp_attempt_{uuid.uuid4().hex}"), default_store())
-        if self._is_lowest:
-            number = variable_number(self._environ, "GROUP_RANK", variable_number(self._environ, "SLURM_NODEID"))
-            mine = runs.make_offer(self._folder, self._identity, rank=rank, machine=number)
-            store.set(f"machine{store.add('machines', 1) - 1}", mine.to_text())
-            if store.add("ranks", ranks_per_machine(self._environ, world_size, 0)) >= world_size:
-                store.set("complete", "1")
-        text = ""
-        if rank == 0:
-            store.wait(["complete"])
-            offers = [store.get(f"machine{number}").decode() for number in range(store.add("machines", 0))]
-            text = runs.merge_offers([runs.Offer.from_text(offer) for offer in offers]).to_text()
-        return runs.Offer.from_text(agreement.broadcast_object(text))
 
 
 attempt = process.owns(ProcessAttempt)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any, Final, Literal
 
+import hf_fsdp_plugin.time_limits as time_limits
 from hf_fsdp_plugin.hangs.calls import RankCalls
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.runs.restart_policy import FailedAttempt
@@ -46,13 +47,7 @@ def compare_facts(mine: Mapping[str, str], other: Any) -> Problem | None:
     return Problem(code="FSDP-E708", message=message, fix=_FIX)
 
 
-_POLL_SECONDS: Final = 0.1
-_LOOK_SECONDS: Final = 1.0
 AnnouncedKind = Literal["failed", "hung", "lost", "joins"]
-_VERDICT_SECONDS: Final = 60.0
-"""Seconds that a machine waits for the failed attempt of the machine that announced it, whose saves get 25 s."""
-_PLACES_SECONDS: Final = 10.0
-"""Seconds that the machine of the first failure waits until the others have stopped their ranks."""
 _MAX_TEXT: Final = 1000
 """Characters of a text of another machine that are printed."""
 _STORE_LOST: Final = "the launcher that hosts the rendezvous is gone"
@@ -62,7 +57,7 @@ def wait_until(is_done: Callable[[], bool], seconds: float) -> bool:
     """Wait for at most ``seconds``. Returns the last result of ``is_done``."""
     deadline = time.monotonic() + seconds
     while not (done := is_done()) and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
+        time.sleep(time_limits.POLL)
     return done
 
 
@@ -114,7 +109,7 @@ class OtherMachines:
         """Return why a machine has ended the attempt; ``None`` if none has. Asks once per second."""
         now = time.monotonic()
         if self._announced is None and now >= self._next_look and not self._is_alone:
-            self._next_look = now + _LOOK_SECONDS
+            self._next_look = now + time_limits.LOOK
             with self._asking():
                 if self._store.check(["failed"]):
                     self._announced = self._read_announced()
@@ -159,7 +154,7 @@ class OtherMachines:
                 self._store.set(f"places/{self.machine}", json.dumps(own))
                 return [], [f"machine {first.machine} failed first: see the output of its launcher"]
             keys = {each: f"places/{each}" for each in range(self.num_machines) if each != self.machine}
-            wait_until(lambda: bool(self._store.check(list(keys.values()))), _PLACES_SECONDS)
+            wait_until(lambda: bool(self._store.check(list(keys.values()))), time_limits.PLACES)
             arrived = [each for each, key in keys.items() if self._store.check([key])]
             rows = [row for each in arrived for row in json.loads(self._store.get(keys[each]))]
             found = [RankCalls(rank=rank, place=printable(place), state=state) for rank, place, state in rows]
@@ -176,7 +171,7 @@ class OtherMachines:
                 if self.is_first:
                     self._store.set("attempt", json.dumps(asdict(attempt)))
                     return attempt
-                if wait_until(lambda: bool(self._store.check(["attempt"])), _VERDICT_SECONDS):
+                if wait_until(lambda: bool(self._store.check(["attempt"])), time_limits.VERDICT):
                     return FailedAttempt(**json.loads(self._store.get("attempt")))
                 return replace(attempt, failure=f"machine {first.machine} was lost", machine=first.machine, same_as="")
         return replace(attempt, final=f"{_STORE_LOST}.") if self._is_cut else attempt

@@ -23,20 +23,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+import hf_fsdp_plugin.time_limits as time_limits
 from hf_fsdp_plugin.hangs.python_stacks import request_stack
 from hf_fsdp_plugin.hangs.watch_files import RankFiles, is_halted
 from hf_fsdp_plugin.launcher.rank_environment import RankJob
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.runs.failures import RankExit, read_exit
-
-_SETTLE_SECONDS = 2.0
-"""Seconds from the first failure to SIGTERM. Ranks that wait for the failed rank often fail in this time."""
-_TEARDOWN_SECONDS = 10.0
-"""Seconds that a rank has to exit after its exception."""
-_TERM_SECONDS = 5.0
-"""Seconds from SIGTERM to SIGKILL after a rank has failed."""
-_SAVE_SECONDS = 25.0
-"""Seconds from SIGTERM to SIGKILL for a rank that writes a checkpoint: its handler of SIGTERM waits 20 seconds."""
+from hf_fsdp_plugin.runs.exits import read_exit
+from hf_fsdp_plugin.runs.failures import RankExit
 
 
 @dataclass(kw_only=True)
@@ -100,13 +93,13 @@ class RankProcess:
         Args:
             now: give it no time to fail by itself.
         """
-        seconds += _TEARDOWN_SECONDS if now else 0.0
-        allowed = _TEARDOWN_SECONDS if self.files.failure.exists() else _SETTLE_SECONDS
+        seconds += time_limits.TEARDOWN if now else 0.0
+        allowed = time_limits.TEARDOWN if self.files.failure.exists() else time_limits.SETTLE
         if self._term_sent is None and seconds > allowed:
             self._term_sent, self.stopped = seconds, True
             self.send(signal.SIGTERM)
         elif self._term_sent is not None:
-            patience = _SAVE_SECONDS if self.files.saving.exists() else _TERM_SECONDS
+            patience = time_limits.SAVE if self.files.saving.exists() else time_limits.TERM
             if seconds > self._term_sent + patience:
                 self.kill()
 
@@ -119,7 +112,6 @@ class RankProcess:
 _NUM_TAIL_LINES = 15
 _READ_BYTES = 65536
 _MAX_LINE = 4096
-_WAIT_SECONDS = 0.2
 
 
 class RankOutput:
@@ -219,7 +211,7 @@ class RankOutput:
 
     def _next_block(self, pipe: int) -> bytes:
         """Return the next bytes of a rank's output; empty if the rank has exited and all is read."""
-        while not select.select([pipe], [], [], 0 if self._has_ended.is_set() else _WAIT_SECONDS)[0]:
+        while not select.select([pipe], [], [], 0 if self._has_ended.is_set() else time_limits.OUTPUT)[0]:
             if self._has_ended.is_set():
                 return b""
         return os.read(pipe, _READ_BYTES)

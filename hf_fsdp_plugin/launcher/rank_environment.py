@@ -1,8 +1,8 @@
 """What the ranks of this machine run, and their environment beside torch's variables.
 
-All ranks have the settings that libraries read when they are imported, what the launcher hands over, and the variables
-that the user has given (:func:`launch_env`). Each rank has its own files, run and attempt besides (:func:`rank_env`).
-``start_ranks.PreparedRanks.reify`` adds both to the variables of torch's agent, which starts the processes.
+:func:`rank_env` returns all of it. All ranks have the settings that libraries read when they are imported, what the
+launcher hands over, and the variables that the user has given (:func:`launch_env`). Each rank has its own files, run
+and attempt besides. torch's agent adds its own variables (``RANK``, ``MASTER_ADDR``, …), and starts the processes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import hf_fsdp_plugin.rank_variables as rank_variables
+import hf_fsdp_plugin.time_limits as time_limits
 from hf_fsdp_plugin.devices import get_device
 from hf_fsdp_plugin.hangs.watch_files import RankFiles
 from hf_fsdp_plugin.launcher.flags import LaunchArguments
@@ -22,9 +23,6 @@ from hf_fsdp_plugin.runs.restart_policy import Restarts
 from hf_fsdp_plugin.sources.environment import LaunchHandover
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.rules import mesh_variables
-
-DEFAULT_GRACE = 30.0
-"""Seconds until the ranks are killed after the launcher has got a signal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +48,7 @@ class RankJob:
     env: Mapping[str, str]
     notice: Callable[[object], None] = lambda notice: None
     role: str = "default"
-    grace: float = DEFAULT_GRACE
+    grace: float = time_limits.GRACE
     show_all: bool = False
     show_first: bool = False
     log_dir: Path | None = None
@@ -77,10 +75,15 @@ def launch_env(
     }
 
 
-def rank_env(files: RankFiles, restarts: Restarts) -> dict[str, str]:
-    """Return the variables of one rank in one attempt."""
+def rank_env(job: RankJob, files: RankFiles, restarts: Restarts, store: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of one rank in one attempt, over those of the launcher and of torch's agent.
+
+    Args:
+        store: where the ranks meet, if they do not use the store of torch's agent.
+    """
     return {
-        rank_variables.LAUNCHER_VARIABLE: str(os.getpid()),
+        **store,
+        **job.env,
         rank_variables.FILES_VARIABLE: str(files.stem),
         rank_variables.RUN_ID_VARIABLE: restarts.run_id,
         rank_variables.RESTART_VARIABLE: str(restarts.count),

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, Final
 
+import hf_fsdp_plugin.time_limits as time_limits
 from hf_fsdp_plugin.launcher.other_machines import OtherMachines, compare_facts, wait_until
 from hf_fsdp_plugin.launcher.world import World, rendezvous_address
 from hf_fsdp_plugin.problems import Problem, SpecError
@@ -24,10 +25,6 @@ from hf_fsdp_plugin.runs.restart_policy import Restarts
 from hf_fsdp_plugin.spec.fsdp_spec import LaunchSection
 from hf_fsdp_plugin.text import plural, printable
 
-MEET_SECONDS: Final = 600.0
-"""Seconds that machines wait for each other. Same as torchrun's rendezvous."""
-_LEAVE_SECONDS: Final = 5.0
-"""Seconds that the machine with the store keeps it for the others, which may still read it."""
 _NAME: Final = "hf_fsdp"
 """Name of the rendezvous, the same for all runs: two runs on one port have to meet to be refused."""
 _LOCAL: Final = ("127.0.0.1", "localhost", "::1")
@@ -53,6 +50,7 @@ with _variable("TORCH_CPP_LOG_LEVEL", os.environ.get("TORCH_CPP_LOG_LEVEL", "FAT
     from torch.distributed.elastic import rendezvous as elastic
     from torch.distributed.elastic.agent.server.api import WorkerGroup
     from torch.distributed.elastic.multiprocessing import SignalException as SignalException
+    from torch.distributed.elastic.rendezvous import RendezvousError as RendezvousError
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
     from torch.distributed.elastic.utils.distributed import get_free_port
 
@@ -147,13 +145,13 @@ class MachinesRendezvous(Rendezvous):
             os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # otherwise torch opens a store that is not used
             try:
                 self._handler = self._create()
-            except (elastic.RendezvousError, RuntimeError, OSError, ValueError) as error:
+            except (RendezvousError, RuntimeError, OSError, ValueError) as error:
                 raise self.not_met(error) from error
         return self._handler, None
 
     def _create(self) -> elastic.RendezvousHandler:
         launch, address = self._launch, rendezvous_address(self._launch)
-        seconds = str(round(float(self._conf.get("timeout", MEET_SECONDS))))
+        seconds = str(round(float(self._conf.get("timeout", time_limits.MEET))))
         if self._is_static:
             return _static(address, launch.machine_rank, self._num_machines, timeout=seconds)
         # The store is asked for as long, because machine 0 may not be started yet.
@@ -193,7 +191,7 @@ class MachinesRendezvous(Rendezvous):
         if self._is_static or self.machines.num_machines == self._num_machines or now < self._next_look:
             return False
         self._next_look = now + 1.0
-        with contextlib.suppress(RuntimeError, elastic.RendezvousError):  # the store is lost, as the others find out
+        with contextlib.suppress(RuntimeError, RendezvousError):  # the store is lost, as the others find out
             return self._handler is not None and self._handler.num_nodes_waiting() > 0
         return False
 
@@ -201,8 +199,8 @@ class MachinesRendezvous(Rendezvous):
         store, number, size = self._store, self.machines.machine, self.machines.num_machines
         with contextlib.suppress(RuntimeError):  # the machine with the store has ended
             if store is not None and store.add("left", 1) < size and (number == 0 or not self._is_static):
-                wait_until(lambda: store.add("left", 0) >= size, _LEAVE_SECONDS)
-        with contextlib.suppress(RuntimeError, elastic.RendezvousError):
+                wait_until(lambda: store.add("left", 0) >= size, time_limits.LEAVE)
+        with contextlib.suppress(RuntimeError, RendezvousError):
             if self._handler is not None:
                 self._handler.shutdown()
 

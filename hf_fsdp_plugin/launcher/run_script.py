@@ -24,13 +24,13 @@ from typing import Any
 from hf_fsdp_plugin.hangs.process_end import is_failure
 from hf_fsdp_plugin.launcher.flags import LaunchArguments
 from hf_fsdp_plugin.problems import SpecError, UsageError
-from hf_fsdp_plugin.rank_variables import LAUNCHER_VARIABLE, launched_local_rank
+from hf_fsdp_plugin.rank_variables import FILES_VARIABLE, launched_local_rank
 from hf_fsdp_plugin.state import process
 
 
 def main() -> None:
     """Run the script given in ``sys.argv``. The process exits with the script's own exit code."""
-    if LAUNCHER_VARIABLE in os.environ and launched_local_rank() != 0:  # one rank may read the terminal
+    if FILES_VARIABLE in os.environ and launched_local_rank() != 0:  # one rank may read the terminal
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     module = sys.argv[1] == "-m"
     script, *args = sys.argv[2 if module else 1 :]
@@ -62,10 +62,8 @@ def run_rank(script: str, args: Sequence[str], *, module: bool = False, **option
             watch().script_ended()
             raise
         from hf_fsdp_plugin.integrations.accelerate.run_report import RunReporter
-        from hf_fsdp_plugin.integrations.torch_functions import add_remedy  # imports FSDP
 
         process.end(RunReporter)
-        add_remedy(error)
         watch().failed(error)
         if watch().has_launcher and isinstance(error, SpecError):
             raise SystemExit(1) from None

@@ -1,26 +1,25 @@
 """How the ranks of a machine exited, which failed first, and why: for the summary, restarts and other machines.
 
-:func:`tell_failure` makes the text from what the files of the ranks show (:func:`read_exit`). ``hf-fsdp launch`` prints
-the rank that failed first and its exception, then one line for each other outcome. Under other launchers, a rank that
-has lost the connection to others adds the cause to its own error (:func:`find_first_cause`).
+:func:`tell_failure` makes the text of a failure under every launcher. ``hf-fsdp launch`` prints the rank that failed
+first and its exception, then one line for each other outcome (:data:`_SECTIONS`). Under other launchers, a rank that
+has lost the connection to others adds the cause to its own error. ``runs.exits`` reads the exits from the files.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import socket
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
 
-from hf_fsdp_plugin.hangs import HANG, process_end, python_stacks, watch_files
-from hf_fsdp_plugin.hangs.calls import Counts, RankCalls, read_calls
-from hf_fsdp_plugin.hangs.hang_cause import SILENT_EXIT, compare_calls
+from hf_fsdp_plugin.hangs import HANG, python_stacks
+from hf_fsdp_plugin.hangs.calls import Counts, RankCalls
+from hf_fsdp_plugin.hangs.hang_cause import compare_calls
+from hf_fsdp_plugin.hangs.hang_texts import SILENT_EXIT, shown_places
 from hf_fsdp_plugin.hangs.python_stacks import Frame
-from hf_fsdp_plugin.hangs.watch_files import RankFiles, find_peers
+from hf_fsdp_plugin.hangs.watch_files import FoundHang
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import name_ranks, plural, truncate_lines
 
@@ -67,6 +66,15 @@ class RankExit:
     code_is_known: bool = True
 
     @property
+    def kind(self) -> str:
+        """The kind of its recorded failure; empty without one."""
+        return self.failure["kind"] if self.failure is not None else ""
+
+    @property
+    def has_failed(self) -> bool:
+        return self.code != 0 or self.failure is not None
+
+    @property
     def left_silently(self) -> bool:
         """Whether it exited before the end of its script, without an error and without the launcher."""
         return self.code == 0 and self.failure is None and not self.ended and not self.stopped
@@ -79,8 +87,7 @@ class RankExit:
     @property
     def has_lost_connection(self) -> bool:
         """Whether it failed because it has lost the connection to another rank."""
-        is_exception = self.failure is not None and self.failure["kind"] == "exception"
-        return is_exception and _CONNECTION_LOST.search(summarize_exit(self)) is not None
+        return self.kind == "exception" and _CONNECTION_LOST.search(summarize_exit(self)) is not None
 
     @property
     def has_waited(self) -> bool:
@@ -101,29 +108,6 @@ class RankExit:
     def place(self) -> str:
         """Where it was at the failure; empty if that is unknown."""
         return python_stacks.find_place(self.stack, self.counts)[1]
-
-
-def read_exit(rank: int, files: RankFiles, *, code: int, time: float, **facts: Any) -> RankExit:
-    """Return how a rank exited, from its files and what the caller knows.
-
-    Args:
-        code, time: code and time of its exit.
-        facts: further fields of :class:`RankExit`.
-    """
-    failure = watch_files.read_json(files.failure)
-    found = RankExit(
-        rank=rank,
-        code=code,
-        time=failure["time"] if failure is not None else time,
-        failure=failure,
-        stack=tuple(process_end.stack_of(failure)),
-        calls=read_calls(rank, files.calls),
-        ended=files.ended.exists(),
-        **facts,
-    )
-    if failure is None and (code or not found.code_is_known):
-        return replace(found, stack=tuple(python_stacks.read_stack(files.stacks)))
-    return found
 
 
 @dataclass(kw_only=True, slots=True)
@@ -147,7 +131,7 @@ class AttemptResult:
     has_remote_hang: bool = False
     elsewhere: Sequence[RankCalls] = ()
     notes: Sequence[str] = ()
-    hang: watch_files.FoundHang | None = None
+    hang: FoundHang | None = None
     joins: bool = False
     first: RankExit | None = field(init=False)
 
@@ -193,7 +177,7 @@ def first_failure(exits: Iterable[RankExit]) -> RankExit | None:
 
     Ranks that the launcher stopped, and ranks that only lost a connection, come last.
     """
-    failed = [rank for rank in exits if rank.code != 0 or rank.failure is not None]
+    failed = [rank for rank in exits if rank.has_failed]
     first = min(failed, key=lambda rank: (rank.only_stopped, rank.has_lost_connection, rank.time), default=None)
     if first is None or first.failure is None:
         return first
@@ -204,12 +188,12 @@ def first_failure(exits: Iterable[RankExit]) -> RankExit | None:
 
 def summarize_exit(rank: RankExit) -> str:
     """Return one line: the exception's message, the exit code, or the name of the signal."""
-    failure = rank.failure
-    if failure is not None and failure["kind"] in ("exception", "interrupt"):
+    failure = rank.failure or {"message": ""}
+    if rank.kind in ("exception", "interrupt"):
         return first_line(failure)
-    if failure is not None and failure["kind"] == "spec":
+    if rank.kind == "spec":
         return spec_failure(failure)
-    message = f": {failure['message']}" if failure is not None and failure["message"] else ""
+    message = f": {failure['message']}" if failure["message"] else ""
     return f"killed by {signal_name(-rank.code)}" if rank.code < 0 else f"exit code {rank.code}{message}"
 
 
@@ -261,58 +245,118 @@ def tell_failure(
     if result.hang is not None:
         return result.hang.text
     if result.signal_number and first is not None:
-        name = signal_name(result.signal_number)
-        places = _format_places(result)
-        stopped = f"stopped by {name}; {name_ranks([rank.rank for rank in result.exits])} exited"
-        return _block([stopped, *(places if len(places) > 1 else ())])
+        return _tell_signal(result)
     if result.remote_failure and (first is None or first.failure is None or first.has_lost_connection):
         return _block([f"the ranks of this machine were stopped because another failed: {result.remote_failure}"])
     if first is None:
         return ""
-    problem = explain_failure(first, result)
-    if brief and first.has_lost_connection:
-        return str(problem or "")
     if brief:
-        place, more = f" {first.place}" if first.place else "", f". {_capitalized(str(problem))}" if problem else ""
-        return f"rank {first.rank} failed first{place}: {summarize_exit(first)}{more}"
-    if first.failure is not None and first.failure["kind"] == "spec":
-        places = [*_format_places(result), *result.notes] if first.has_waited else []
-        return "\n".join([str(first.failure["message"]), *filter(None, [_block(places)])])
-    tail = [f"  | {line}" for line in first.tail] if first.rank not in set(shown_live) else []
-    return "\n".join(
-        [
-            _block([f"rank {first.rank} failed (pid {first.pid} on {socket.gethostname()}): {summarize_exit(first)}"]),
-            *_format_own(first, debug=debug),
-            *([_block([problem])] if problem is not None else ()),
-            *([f"  last lines of rank {first.rank}'s stderr:", *tail] if tail else ()),
-            *_format_others(first, result.exits, debug=debug),
-            *([_block(result.notes)] if result.notes else ()),
-        ]
-    )
+        return _tell_briefly(first, result)
+    sections = _SECTIONS_OF_SPEC if first.kind == "spec" else _SECTIONS
+    failure = _Failure(first, result, debug, first.rank in set(shown_live))
+    return "\n".join(line for section in sections for line in section(failure))
+
+
+def _tell_signal(result: AttemptResult) -> str:
+    ranks, places = name_ranks([rank.rank for rank in result.exits]), _places(result)
+    stopped = f"stopped by {signal_name(result.signal_number)}; {ranks} exited"
+    return _block([stopped, *(places if len(places) > 1 else ())])
+
+
+def _tell_briefly(first: RankExit, result: AttemptResult) -> str:
+    problem = explain_failure(first, result)
+    if first.has_lost_connection:
+        return str(problem or "")
+    place, more = f" {first.place}" if first.place else "", f". {_capitalized(str(problem))}" if problem else ""
+    return f"rank {first.rank} failed first{place}: {summarize_exit(first)}{more}"
+
+
+class _Failure(NamedTuple):
+    """What the sections of a summary are made of.
+
+    Attributes:
+        debug: whether full tracebacks are included.
+        is_shown: whether the stderr of the first failed rank went to the terminal.
+    """
+
+    first: RankExit
+    result: AttemptResult
+    debug: bool
+    is_shown: bool
 
 
 def _block(lines: Iterable[object]) -> str:
     return "\n".join(f"hf-fsdp: {line}" for line in lines)
 
 
-def _format_own(first: RankExit, *, debug: bool) -> list[str]:
-    """Return the rest of the message of an exception, what is known of a signal, and the stack."""
-    failure, lines = first.failure, []
-    is_exception = failure is not None and failure["kind"] == "exception"
-    if failure is not None and is_exception:
-        rest = [f"  {line}" for line in str(failure["message"]).splitlines() if line != first_line(failure)]
-        lines += truncate_lines(rest, _MAX_LINES)
+def _message(failed: _Failure) -> Iterator[str]:
+    first = failed.first
+    yield _block([f"rank {first.rank} failed (pid {first.pid} on {socket.gethostname()}): {summarize_exit(first)}"])
+    if first.failure is not None and first.kind == "exception":
+        title = first_line(first.failure)
+        rest = [f"  {line}" for line in str(first.failure["message"]).splitlines() if line != title]
+        yield from truncate_lines(rest, _MAX_LINES)
     if first.code < 0 and not first.stopped:
         if first.calls is not None and first.calls.last_call:
-            lines.append(f"  Its last collective was {first.calls.last_call}.")
+            yield f"  Its last collective was {first.calls.last_call}."
         if hint := _HINTS.get(signal_name(-first.code)):
-            lines.append(f"  {hint}")
-    if failure is None:
-        lines += python_stacks.format_stack(first.stack)
-    elif is_exception:
-        traceback = failure["traceback"].rstrip().splitlines()
-        lines += traceback if debug else python_stacks.format_stack(process_end.stack_of(failure))
-    return lines
+            yield f"  {hint}"
+
+
+def _stack(failed: _Failure) -> Iterator[str]:
+    first = failed.first
+    if first.failure is not None and first.kind == "exception" and failed.debug:
+        yield from first.failure["traceback"].rstrip().splitlines()
+    elif first.kind in ("", "exception"):
+        yield from python_stacks.format_stack(first.stack)
+
+
+def _explanation(failed: _Failure) -> Iterator[str]:
+    if problem := explain_failure(failed.first, failed.result):
+        yield _block([problem])
+
+
+def _last_lines(failed: _Failure) -> Iterator[str]:
+    if failed.first.tail and not failed.is_shown:
+        yield f"  last lines of rank {failed.first.rank}'s stderr:"
+        yield from (f"  | {line}" for line in failed.first.tail)
+
+
+def _others(failed: _Failure) -> Iterator[str]:
+    """Yield one line for each way in which the other ranks failed, with their numbers."""
+    first, groups = failed.first, dict[str, list[int]]()
+    others = [rank for rank in failed.result.exits if rank is not first]
+    for rank in [rank for rank in others if rank.has_failed]:
+        summary = summarize_exit(rank)
+        ways = (
+            (rank.only_stopped, "stopped by the launcher"),
+            (summary == summarize_exit(first), "failed the same way"),
+            (rank.has_lost_connection, f"lost the connection afterwards: {summary}"),
+            (True, f"failed afterwards: {summary}"),
+        )
+        groups.setdefault(next(text for applies, text in ways if applies), []).append(rank.rank)
+    for text, ranks in groups.items():
+        yield _block([f"{name_ranks(ranks)} {text}"])
+    for rank in others if failed.debug else ():
+        if rank.failure is not None and rank.failure["traceback"]:
+            yield f"hf-fsdp: traceback of rank {rank.rank}:\n{rank.failure['traceback'].rstrip()}"
+
+
+def _notes(failed: _Failure) -> Iterator[str]:
+    yield from (_block([note]) for note in failed.result.notes)
+
+
+def _problems(failed: _Failure) -> Iterator[str]:
+    yield str((failed.first.failure or {})["message"])
+    if failed.first.has_waited:
+        yield from (_block([place]) for place in _places(failed.result))
+        yield from _notes(failed)
+
+
+_SECTIONS: Final = (_message, _stack, _explanation, _last_lines, _others, _notes)
+"""The summary of a failure."""
+_SECTIONS_OF_SPEC: Final = (_problems,)
+"""That of a ``SpecError``, whose message is for users."""
 
 
 def explain_failure(first: RankExit, result: AttemptResult) -> Problem | None:
@@ -328,7 +372,7 @@ def explain_failure(first: RankExit, result: AttemptResult) -> Problem | None:
             how, fix = "without an exception", f"{fix} A signal such as SIGKILL may also have killed it."
         text = f"{name_ranks([rank.rank for rank in gone])} exited {how} before the end of the script{steps}. "
         return Problem(code="FSDP-E734", message=f"{text}{_capitalized(compared)}".strip(), fix=fix)
-    places = _format_places(result)
+    places = _places(result)
     if len(places) > 1:
         compared = f"the ranks were in different places: {'; '.join(places)}. {_capitalized(compared)}".strip()
     if not compared:
@@ -344,123 +388,6 @@ def _capitalized(sentences: str) -> str:
     return f"{sentences[:1].upper()}{sentences[1:]}"
 
 
-def _format_places(result: AttemptResult) -> list[str]:
+def _places(result: AttemptResult) -> list[str]:
     """Return one text for each place at which ranks were, on all machines that are known."""
-    return python_stacks.shown_places([*result.places, *result.elsewhere])
-
-
-def _format_others(first: RankExit, exits: Sequence[RankExit], *, debug: bool) -> list[str]:
-    """Return one line for each way in which the other ranks failed, with their numbers."""
-    groups: dict[str, list[int]] = {}
-    for rank in exits:
-        if rank is first or (rank.code == 0 and rank.failure is None):
-            continue
-        if rank.only_stopped:
-            text = "stopped by the launcher"
-        elif summarize_exit(rank) == summarize_exit(first):
-            text = "failed the same way"
-        elif rank.has_lost_connection:
-            text = f"lost the connection afterwards: {summarize_exit(rank)}"
-        else:
-            text = f"failed afterwards: {summarize_exit(rank)}"
-        groups.setdefault(text, []).append(rank.rank)
-    lines = [f"hf-fsdp: {name_ranks(ranks)} {text}" for text, ranks in groups.items()]
-    if debug:
-        for rank in exits:
-            if rank is not first and rank.failure is not None and rank.failure["traceback"]:
-                lines += [f"hf-fsdp: traceback of rank {rank.rank}:", rank.failure["traceback"].rstrip()]
-    return lines
-
-
-_SECONDS: Final = 2.0
-"""Seconds that the ranks of the machine have to record their failures."""
-_HURRY_SECONDS: Final = 0.5
-_POLL_SECONDS: Final = 0.1
-_STACK_SECONDS: Final = 0.05
-"""Seconds that another rank has to record its stack."""
-
-
-AskOthers = Callable[[Sequence[RankCalls]], Sequence[RankCalls]]
-"""Takes what is known of the ranks of this machine. Returns what is known of the ranks of other machines."""
-
-
-def find_first_cause(
-    rank: int, files: RankFiles, ask_others: AskOthers, is_told_to_end: Callable[[], bool] = lambda: False
-) -> str:
-    """Return the cause of a lost connection, if other ranks show it; else an empty text, as for other failures.
-
-    Waits for at most two seconds until a rank of this machine has failed for another reason or has exited. Then the
-    lowest of its ranks that have lost the connection asks the other machines.
-
-    Args:
-        rank, files: rank and files of this process, which has recorded its failure.
-        is_told_to_end: whether the launcher ends this process: then half a second is left, and nobody is asked.
-    """
-    deadline = time.monotonic() + _SECONDS
-    while True:
-        exits = exits_of_machine(files)
-        own = next((each for each in exits if each.rank == rank), None)
-        first = first_failure(exits)
-        if own is None or first is None or not own.has_lost_connection or files.hang.exists():
-            return ""
-        others = [each for each in exits if each is not own]
-        is_known = any(each.left_silently for each in others) or all(each.failure is not None for each in others)
-        if is_known or not first.has_lost_connection or time.monotonic() > deadline:
-            break
-        if is_told_to_end():
-            deadline = min(deadline, time.monotonic() + _HURRY_SECONDS)
-        time.sleep(_POLL_SECONDS)
-    elsewhere: Sequence[RankCalls] = ()
-    is_answered = any(each.left_silently or (each.failure is not None and each.rank < rank) for each in others)
-    if not is_answered and not is_told_to_end():
-        elsewhere = ask_others([each.calls for each in exits if each.calls is not None])
-    return tell_failure(_result_of(exits, elsewhere), brief=True)
-
-
-def cause_of_end(files: RankFiles) -> str:
-    """Return which rank of this machine native code has aborted, and why; empty if none has recorded a crash.
-
-    A launcher ends the other ranks then. A rank with an exception prints its own error.
-
-    Args:
-        files: the files of this process, which is ended.
-    """
-    result = _result_of(exits_of_machine(files))
-    return tell_failure(result, brief=True) if result.first is not None and result.first.code < 0 else ""
-
-
-def cause_of_abort(rank: int, files: RankFiles, ask_others: AskOthers) -> str:
-    """Return where native code aborts this rank, which is alone on its machine, and what other machines know of it."""
-    for found in exits_of_machine(files):
-        if found.rank == rank:
-            own = replace(found, code=-signal.SIGABRT, code_is_known=True, stopped=False)
-            others = ask_others([own.calls] if own.calls is not None else [])
-            return tell_failure(_result_of([own], others), brief=True)
-    return ""
-
-
-def exits_of_machine(files: RankFiles) -> list[RankExit]:
-    """Return what a rank can know of how the ranks of its machine exited, or that they run."""
-    found = []
-    for peer in find_peers(files.stem.parent):
-        is_gone, has_failed = peer.is_gone(), peer.files.failure.exists()
-        crash = process_end.read_crash(peer.files.stacks) if is_gone and not has_failed else 0
-        if not has_failed and not is_gone and peer.pid != os.getpid():
-            peer.request_stacks()
-            time.sleep(_STACK_SECONDS)
-        facts = {"pid": peer.pid, "code_is_known": bool(crash), "stopped": not is_gone}
-        found.append(read_exit(peer.rank, peer.files, code=-crash, time=time.time(), **facts))
-    return found
-
-
-def _result_of(exits: Sequence[RankExit], elsewhere: Sequence[RankCalls] = ()) -> AttemptResult:
-    """Return how the ranks of this machine exited, with what is known of the ranks of other machines."""
-    exited, places = list(exits), []
-    for rank in elsewhere:
-        facts: dict[str, Any] = {"calls": rank if rank.state != "unreachable" else None, "code_is_known": False}
-        exited.append(RankExit(rank=rank.rank, code=0, time=time.time(), stopped=rank.state != "exited", **facts))
-        # Whether it has exited is left out: the explanation contains that.
-        state = rank.state if rank.state in ("ended", "unreachable") else "running"
-        if rank.place or state != "running":
-            places.append(replace(rank, state=state))
-    return AttemptResult(exits=tuple(exited), elsewhere=places)
+    return shown_places([*result.places, *result.elsewhere])

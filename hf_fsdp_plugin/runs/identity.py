@@ -13,8 +13,8 @@ torchrun, ``accelerate launch``        ``TORCHELASTIC_RUN_ID`` and torch's agent
 =====================================  ==========================================  ================================
 
 The id of torchrun is ``none`` unless a user sets one, and users set the same one again and again. So the agent, which
-outlives all attempts of a machine, is a part of the id: the folder of its logs, which has a new name for each agent, or
-else its process. The machines of a run have different agents: they agree on one id (:func:`merge_offers`).
+outlives all attempts of a machine, is a part of the id: the folder of its logs, which has a new name for each agent.
+The machines of a run have different agents: they agree on one id (:func:`merge_offers`).
 
 When a machine joins, torch starts all ranks again, but the number of the attempt stays. Two starts with one number have
 different folders of logs, or other addresses at which the ranks meet.
@@ -30,8 +30,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
-import signal
 import socket
 import sys
 import tempfile
@@ -43,10 +41,10 @@ from pathlib import Path
 from typing import Final
 
 from hf_fsdp_plugin.hangs.mapped_file import remove_file
-from hf_fsdp_plugin.hangs.process_end import read_crash
-from hf_fsdp_plugin.hangs.watch_files import FoundHang, RankFiles, start_of, write_if_possible
+from hf_fsdp_plugin.hangs.watch_files import FoundHang, RankFiles, remove_files, write_if_possible
 from hf_fsdp_plugin.rank_variables import ERROR_FILE_VARIABLE, POD_ID_VARIABLE, RUN_ID_VARIABLE, variable_number
-from hf_fsdp_plugin.runs.failures import AttemptResult, RankExit, read_exit
+from hf_fsdp_plugin.runs.exits import earlier_exits
+from hf_fsdp_plugin.runs.failures import AttemptResult
 from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts, assess_attempt, decide_restart
 
 _AGENT_VARIABLE: Final = "TORCHELASTIC_RUN_ID"
@@ -96,7 +94,8 @@ def identify_run(environ: Mapping[str, str], argv: tuple[str, ...] = ()) -> RunI
         pod = ""
     run_id = given = environ.get(RUN_ID_VARIABLE) or pod or _ray_run()
     if not given and _AGENT_VARIABLE in environ:
-        run_id = f"{environ[_AGENT_VARIABLE]}-{socket.gethostname()}-{_agent(environ)}"
+        if (logs := _logs(environ)) is not None:
+            run_id = f"{environ[_AGENT_VARIABLE]}-{socket.gethostname()}-{logs.parent.name}"
     elif not given and "SLURM_PROCID" in environ:
         run_id = job
     return RunIdentity(
@@ -115,29 +114,6 @@ def attempt_folder(identity: RunIdentity, environ: Mapping[str, str]) -> Path:
     unique = identity.id or "-".join(environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
     folder = Path(tempfile.gettempdir()) / f"hf_fsdp_{os.getuid()}" / _short_hash(unique)
     return folder / f"{identity.attempt}-{identity.start}"
-
-
-def attempt_number(folder: Path) -> int:
-    """Return the attempt of a folder of :func:`attempt_folder`."""
-    number = folder.name.partition("-")[0]
-    return int(number) if number.isdecimal() else 0
-
-
-def _agent(environ: Mapping[str, str]) -> str:
-    """Return an identifier of torch's agent: its folder of logs, or else its process and when that was started."""
-    if (logs := _logs(environ)) is not None:
-        return logs.parent.name
-    import psutil  # few processes need it
-
-    # The nearest ancestor whose environment does not name the run: a shell or a profiler may be between.
-    pid = os.getppid()
-    for process in psutil.Process().parents():
-        pid = process.pid
-        with suppress(psutil.Error):  # the process belongs to another user
-            if process.environ().get(_AGENT_VARIABLE) == environ[_AGENT_VARIABLE]:
-                continue
-        break
-    return f"{pid}-{start_of(pid)}"
 
 
 def _logs(environ: Mapping[str, str]) -> Path | None:
@@ -175,8 +151,6 @@ def _short_hash(text: str) -> str:
 
 _MEMORY: Final = "run.json"
 """File in the folder of the run: the :class:`Offer` that the machines agreed on at the begin of its last attempt."""
-_RANK_FILE: Final = re.compile(r"(rank_(\d+))\.\w+")
-_NO_RECORD: Final = {"kind": "exception", "type": "", "frames": [], "traceback": ""}
 _DAMAGED: Final = (OSError, ValueError, KeyError, TypeError, AttributeError)
 """Errors of files that are incomplete, as on a full disk, or gone. They must not end a training."""
 _UNKNOWN: Final = FailedAttempt(failure="an attempt of which no record is left")
@@ -191,14 +165,14 @@ class Offer:
         rank: its lowest rank.
         num_agreed: number of attempts until then; 0 for a machine that is new in the run.
         attempt: number of this attempt according to the launcher.
-        failed: the failed attempts since then, oldest first; ``None`` for one without files.
+        failed: the failed attempts since then that have left files, oldest first.
     """
 
     known: Restarts
     rank: int = 0
     num_agreed: int = 0
     attempt: int = 0
-    failed: tuple[FailedAttempt | None, ...] = ()
+    failed: tuple[FailedAttempt, ...] = ()
 
     def to_text(self) -> str:
         return json.dumps(asdict(self))
@@ -206,7 +180,7 @@ class Offer:
     @classmethod
     def from_text(cls, text: str) -> Offer:
         tree = json.loads(text)
-        failed = tuple(each and FailedAttempt(**each) for each in tree["failed"])
+        failed = tuple(FailedAttempt(**each) for each in tree["failed"])
         return cls(**{**tree, "known": Restarts.from_json(tree["known"]), "failed": failed})
 
 
@@ -224,14 +198,14 @@ def make_offer(folder: Path | None, identity: RunIdentity, *, rank: int, machine
     before = memory or new
     known = before.known
     is_later = memory is not None and identity.attempt > memory.attempt  # a later attempt of the same launcher
-    failed: list[FailedAttempt | None] = []
+    failed: tuple[FailedAttempt, ...] = ()
     if known.refusal is not None and (identity.requeued or (identity.given and not is_later)):
         # A user may have removed the cause and started the run again, so the attempt that was refused is forgotten.
         last = replace(known.failures[-1], same_as="")
         known = replace(known, failures=(*known.failures[:-1], last), refusal=None)
     elif folder is not None:
-        failed = list(_failed_attempts(folder, before.attempt, known, machine))
-    return replace(before, known=known, rank=rank, attempt=identity.attempt, failed=tuple(failed))
+        failed = tuple(_failed_attempts(folder, known, machine))
+    return replace(before, known=known, rank=rank, attempt=identity.attempt, failed=failed)
 
 
 def merge_offers(offers: Sequence[Offer]) -> Offer:
@@ -241,17 +215,15 @@ def merge_offers(offers: Sequence[Offer]) -> Offer:
     """
     best = max(sorted(offers, key=lambda offer: offer.rank), key=lambda offer: offer.num_agreed)
     known = best.known
-    informed = [offer.failed for offer in offers if offer.num_agreed == best.num_agreed]
-    rows = [[each for each in row if each is not None] for row in zip_longest(*map(reversed, informed))][::-1]
-    missing = max(offer.attempt for offer in offers) - known.count - len(rows)
-    unknown: list[list[FailedAttempt]] = [[]] * missing
-    for attempts in unknown + rows:
-        if attempts:
-            # The launcher has started this attempt, so there was a restart left.
-            after = decide_restart(attempts, replace(known, max_restarts=known.count + 1))
-            known = replace(after, refusal=known.refusal or after.refusal)
-        else:
-            known = known.after(_UNKNOWN)
+    informed = [reversed(offer.failed) for offer in offers if offer.num_agreed == best.num_agreed]
+    for row in list(zip_longest(*informed))[::-1]:
+        # The launcher has started this attempt, so there was a restart left.
+        attempts = [each for each in row if each is not None]
+        after = decide_restart(attempts, replace(known, max_restarts=known.count + 1))
+        known = replace(after, refusal=known.refusal or after.refusal)
+    # Ranks that are killed during their first imports leave no files.
+    while known.count < max(offer.attempt for offer in offers):
+        known = known.after(_UNKNOWN)
     known = replace(known, max_restarts=max(offer.known.max_restarts for offer in offers))
     return replace(best, known=known, num_agreed=best.num_agreed + 1, failed=())
 
@@ -282,8 +254,8 @@ def forget_run(files: RankFiles) -> None:
     """
     folder = files.stem.parent
     with suppress(OSError):
-        for path in (files.hang, files.standstill, files.cause, folder.parent / _MEMORY):
-            path.unlink(missing_ok=True)
+        remove_files(files.stem, of_all=True)
+        (folder.parent / _MEMORY).unlink(missing_ok=True)
         for each in (folder, *folder.parents[:2]):
             each.rmdir()
 
@@ -294,42 +266,11 @@ def _began(folder: Path) -> float:
     return min(registered, default=folder.stat().st_mtime)
 
 
-def _failed_attempts(folder: Path, first: int, known: Restarts, machine: int) -> Iterator[FailedAttempt | None]:
-    """Yield each failed attempt from the number ``first`` on, and ``None`` for those without files.
-
-    An attempt whose ranks were killed before they could write a file is only in the numbers of the others.
-    """
-    number = first - 1
+def _failed_attempts(folder: Path, known: Restarts, machine: int) -> Iterator[FailedAttempt]:
+    """Yield each failed attempt that has left files on this machine."""
     for path, after in pairwise([*_earlier(folder), folder]):
-        yield from [None] * (attempt_number(path) - number - 1)
-        number = attempt_number(path)
-        try:
-            exits = _exits(path)
+        with suppress(*_DAMAGED):
+            exits = earlier_exits(path)
             if not all(each.ended and each.failure is None for each in exits):
                 result = AttemptResult(exits=tuple(exits), hang=FoundHang.read(RankFiles(path / "rank").hang))
                 yield assess_attempt(result, known, machine=machine, seconds=_began(after) - _began(path))
-        except _DAMAGED:
-            yield None
-    yield from [None] * (attempt_number(folder) - number - 1)
-
-
-def _exits(folder: Path) -> list[RankExit]:
-    """Return how the ranks of an attempt have exited, as far as their files show it. No file has their exit codes."""
-    stems = {int(found[2]): found[1] for path in folder.iterdir() if (found := _RANK_FILE.fullmatch(path.name))}
-    return [_exit_of(rank, RankFiles(folder / stem)) for rank, stem in sorted(stems.items())]
-
-
-def _exit_of(rank: int, files: RankFiles) -> RankExit:
-    last = max((path.stat().st_mtime for path in files.stem.parent.glob(f"{files.stem.name}.*")), default=0.0)
-    found = read_exit(rank, files, code=1, time=last)
-    if found.failure is not None:
-        return found
-    if found.ended:
-        return replace(found, code=0)
-    if crash := read_crash(files.stacks):
-        return replace(found, code=-crash)
-    # The stack of a rank that the launcher has ended with SIGTERM is recorded. SIGKILL and os._exit leave nothing.
-    if found.stack:
-        return replace(found, code=-signal.SIGTERM, stopped=True)
-    failure = _NO_RECORD | {"message": "ended without an error record", "time": last}
-    return replace(found, code=-signal.SIGKILL, failure=failure)

@@ -6,6 +6,7 @@ import argparse
 import datetime
 import os
 import platform
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -68,6 +69,13 @@ def main_of_two_ranks(script: str, measure: Callable[[], None]) -> int:
         measure()
         return 0
     return run_two_ranks(script, sys.argv[1:])
+
+
+def free_port() -> int:
+    """Return a port of this machine on which nothing listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def describe_machine() -> dict[str, Any]:

@@ -61,24 +61,19 @@ BENCHMARKS = (
     Benchmark(
         name="checkpoint_save", minutes=60, quick="--rounds 1 --full-rounds 1 --layers 2 --hidden 128 --vocabulary 1000"
     ),
-    Benchmark(name="closed_against_trace", code="tools/plan/estimate", quick="--settings 2"),
     Benchmark(name="command_start", code="cli tools", quick="--rounds 1"),
-    Benchmark(name="computed_weights", code="backends/loading", quick="--rounds 1"),
-    Benchmark(
-        name="deepspeed_checkpoints", code="checkpoint", minutes=60
-    ),  # DeepSpeed is not a dependency: without it, exit code 2
     Benchmark(name="enabled_start", quick="--pairs 60"),
     Benchmark(name="gloo_connections", code="backends/ranks", quick="--worlds 16"),
     Benchmark(name="hang_overhead", code="hangs", quick=f"--pairs 2 {_SMALL_MODEL}"),
     Benchmark(
         name="hangs",
-        code="hangs launcher integrations/failure_watch.py",
+        code="hangs launcher integrations/watch_thread.py",
         minutes=120,
         quick="--kinds sleep skip --versions 2 --ways loop",
     ),
     Benchmark(
         name="hangs_healthy",
-        code="hangs launcher integrations/failure_watch.py",
+        code="hangs launcher integrations/watch_thread.py",
         minutes=90,
         program="-m scripts.bench hangs",
         arguments="--healthy 30",
@@ -102,9 +97,7 @@ BENCHMARKS = (
     Benchmark(name="preflight_time", code="tools/preflight", quick="--only BERT"),
     Benchmark(name="public_configs", code="sources spec", quick="--every 20"),
     Benchmark(name="published_runs", code="tools/plan/estimate", quick=""),
-    Benchmark(name="readers", quick="--rounds 1"),
     Benchmark(name="renamed_names", quick="--only FSDPParam.sharded_param"),
-    Benchmark(name="reserved_memory", code="tools/plan/estimate", quick="--points 1"),
     Benchmark(name="restarts", code="runs launcher", quick="--kills 1 --versions 2"),
     Benchmark(name="resume", code="checkpoint backends/loading", quick="--rounds 1"),
     Benchmark(name="resume_parity", quick=""),
@@ -116,7 +109,6 @@ BENCHMARKS = (
     Benchmark(name="throughput", minutes=90, quick="--quick"),
     Benchmark(name="two_hosts", quick="--only bytes --versions 2"),
     Benchmark(name="unexpressed", quick="--quick"),
-    Benchmark(name="verified_reads", code="checkpoint", quick="--pairs 1 --layers 2 --hidden 128"),
     Benchmark(
         name="generated_values",
         code="spec sources",

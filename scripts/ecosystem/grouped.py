@@ -73,14 +73,20 @@ class Behavior:
 
 
 def find_behaviors() -> list[Behavior]:
-    """Return the public functions of the modules in the order of their lines. Imports none of them."""
-    return [
-        Behavior(group=group, function=node.name)
+    """Return the rows of ``behaviors.yaml`` and the public functions of the modules. Imports none of them."""
+    table = yaml.safe_load((HERE / "behaviors.yaml").read_text(encoding="utf-8"))
+    names = {
+        group: [
+            *table.get(group, {}),
+            *(
+                node.name
+                for node in ast.parse((HERE / f"{group}.py").read_text(encoding="utf-8")).body
+                if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+            ),
+        ]
         for group in GROUPS
-        if (HERE / f"{group}.py").exists()
-        for node in ast.parse((HERE / f"{group}.py").read_text()).body
-        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
-    ]
+    }
+    return [Behavior(group=group, function=name) for group, found in names.items() for name in found]
 
 
 BEHAVIORS = find_behaviors()

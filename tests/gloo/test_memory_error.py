@@ -21,7 +21,11 @@ LONG = (
     f"family=mixtral,version=1,strategy=no_shard,precision=bf16,loop=fused,{SMALL}",
     f"family=llama,version=1,strategy=hybrid_shard,ranks=4,accumulation=2,{SMALL}",
     f"family=t5,version=2,checkpointing=1,{SMALL}",
+    f"family=whisper,version=2,checkpointing=1,{SMALL}",
+    f"family=clip,version=1,checkpointing=1,{SMALL}",
     f"family=llama,version=1,lora=8,wrap=parts,{SMALL}",
+    f"family=llama,version=1,lora=8,precision=bf16,{SMALL}",
+    f"family=llama,version=2,lora=8,precision=bf16,checkpointing=1,{SMALL}",
 )
 
 _FOUR = f"version=2,ranks=4,{SMALL}"
@@ -62,5 +66,4 @@ def test_predicted_peak_of_axes_is_the_measured_one(points: tuple[str, ...], tmp
 @pytest.mark.parametrize("points", [QUICK, slow(LONG)], ids=["quick", "long"])
 def test_predicted_peak_is_near_the_measured_one(points: tuple[str, ...], tmp_path: Path) -> None:
     for row in compared(points, tmp_path):
-        assert abs(row["error"]["traced"]) < 0.05, row
-        assert abs(row["error"]["closed_form"]) < 0.20, row
+        assert abs(row["error"]["closed_form"]) < 0.05, row

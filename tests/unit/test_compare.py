@@ -52,7 +52,7 @@ def test_direction_decides_what_is_worse(key: str, increase_is_worse: bool) -> N
 def test_figures_of_a_gpu_check_have_directions() -> None:
     figures = {
         "tokens_per_second": {"plugin": 10.0, "stock": 9.0}, "times_as_fast_as": {"stock": 1.1},
-        "waits": {"plugin": [0, 0], "stock": [0, 1]}, "errors": {"traced": {"allocated": 0.01}}, "peak_bytes": 5,
+        "waits": {"plugin": [0, 0], "stock": [0, 1]}, "errors": {"allocated": 0.01}, "peak_bytes": 5,
         "second_stall_seconds": 0.1, "gb_per_second": {"plugin": 2.0}, "stock_seconds": 3.0, "visible": 1,
     }  # fmt: skip
     old = {"rows": [{"name": "check", "version": 2, "ranks": 1, "figures": figures}]}

@@ -29,6 +29,7 @@ TORCH_FREE = (
     "spec",
 )
 OTHERS = (
+    "time_limits",
     "rank_variables",
     "messages",
     "observers",

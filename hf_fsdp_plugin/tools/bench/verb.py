@@ -20,7 +20,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from hf_fsdp_plugin.cli.main import whole_number
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, print_failure, print_problems, print_result
 from hf_fsdp_plugin.host_memory import available_memory
 from hf_fsdp_plugin.launcher.flags import Parser, add_override_flag, add_setting_flags
@@ -39,6 +38,7 @@ from hf_fsdp_plugin.tools.bench.results import Results, bench_text
 from hf_fsdp_plugin.tools.check.output import load_meta_model
 from hf_fsdp_plugin.tools.convert.conversion import print_conversion, with_converted_config
 from hf_fsdp_plugin.tools.plan.verb import sequence_length
+from hf_fsdp_plugin.tools.shared import run_job, whole_number
 
 _DEFAULTS: Final = {"wrap.policy": "transformer", "prefetch.backward": "pre"}
 """Settings of all cases, unless a source sets them."""
@@ -247,7 +247,6 @@ def run_world(
     job: bench.WorldJob, world: World, results: Results, handover: LaunchHandover, spec: FsdpSpec
 ) -> AttemptResult:
     """Run cases until their end, or until a rank has failed, and take over what is measured."""
-    from hf_fsdp_plugin.launcher.start_ranks import run_job
 
     with tempfile.TemporaryDirectory(prefix="hf_fsdp_bench_", ignore_cleanup_errors=True) as scratch:
         folder = Path(scratch)

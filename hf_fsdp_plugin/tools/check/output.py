@@ -18,6 +18,7 @@ from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.spec.rules import check_defaults_without_script, defaults_of_script, fsdp_is_off
 from hf_fsdp_plugin.spec.values import setting_to_json
 from hf_fsdp_plugin.text import format_value, plural, printable, wrap_items, wrap_words
+from hf_fsdp_plugin.tools.shared import colored_table
 from hf_fsdp_plugin.vocabulary import BY_NAME, ROWS, canonical_setting, find_row
 
 if TYPE_CHECKING:
@@ -187,7 +188,7 @@ def settings_table(spec: FsdpSpec, problems: Sequence[Problem], shown: str | Non
     room = None if width is None else width - used
     cells = [(name, value, _origin_text(origin, shown, room)) for name, value, origin in rows]
     colors: list[Color | None] = ["red" if name in refused else None for name, _, _ in rows]
-    return "\n".join([output.colored_table([("setting", "value", shown or "origin"), *cells], colors), "", *lines])
+    return "\n".join([colored_table([("setting", "value", shown or "origin"), *cells], colors), "", *lines])
 
 
 def _origin_text(origin: Origin, shown: str | None, room: int | None) -> str:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_fsdp_plugin.cli.main import check_needs, make_parser, whole_number
+from hf_fsdp_plugin.cli.main import make_parser
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, in_line_order, print_json, print_problems
 from hf_fsdp_plugin.launcher.flags import Parser, add_override_flag, add_setting_flags
 from hf_fsdp_plugin.problems import Problem, UsageError, has_errors
@@ -29,6 +29,7 @@ from hf_fsdp_plugin.text import printable
 from hf_fsdp_plugin.tools.check.output import Checked, check_sources, plan_of_model, verdict_line
 from hf_fsdp_plugin.tools.convert.conversion import with_converted_config
 from hf_fsdp_plugin.tools.preflight import run as preflight
+from hf_fsdp_plugin.tools.shared import check_needs, whole_number
 
 if TYPE_CHECKING:
     from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan

@@ -18,9 +18,9 @@ from typing import Any
 
 from hf_fsdp_plugin import text
 from hf_fsdp_plugin.checkpoint.checking.inspection import Summary, checkpoints_of_run, summarize, why_incomplete
-from hf_fsdp_plugin.cli.main import check_folder
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, print_json, print_problems, print_result, text_width
 from hf_fsdp_plugin.problems import CheckpointError, UsageError
+from hf_fsdp_plugin.tools.shared import check_folder
 
 _FILES_SHOWN = 20
 _WIDTH = 112

@@ -14,10 +14,10 @@ from dataclasses import fields
 from pathlib import Path
 
 from hf_fsdp_plugin.checkpoint.merging.merge import Merged, MergeOptions, merge
-from hf_fsdp_plugin.cli.main import check_folder
-from hf_fsdp_plugin.cli.output import ProgressBars, print_result
+from hf_fsdp_plugin.cli.output import print_result
 from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem, UsageError
 from hf_fsdp_plugin.text import SHORT_DTYPES, format_bytes, parse_bytes, plural, printable
+from hf_fsdp_plugin.tools.shared import ProgressBars, check_folder
 
 DTYPES = {name: of_torch for of_torch, name in SHORT_DTYPES.items()}
 

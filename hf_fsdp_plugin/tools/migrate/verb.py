@@ -18,7 +18,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_plugin.cli.main import check_needs
 from hf_fsdp_plugin.cli.output import exit_code, print_failure, print_json, print_problems, text_width
 from hf_fsdp_plugin.problems import SpecError, UsageError, has_errors
 from hf_fsdp_plugin.spec.values import setting_to_json
@@ -30,6 +29,7 @@ from hf_fsdp_plugin.tools.migrate.changes import BehaviorChange, behavior_change
 from hf_fsdp_plugin.tools.migrate.proof import Proof, proof_table, prove
 from hf_fsdp_plugin.tools.migrate.rewriting import Migration, migrate
 from hf_fsdp_plugin.tools.preflight.run import DEFAULT_LIMIT
+from hf_fsdp_plugin.tools.shared import check_needs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

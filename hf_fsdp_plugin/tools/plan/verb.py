@@ -16,7 +16,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, get_args
 
-from hf_fsdp_plugin.cli.main import check_needs
 from hf_fsdp_plugin.cli.output import exit_code, in_line_order, print_failure
 from hf_fsdp_plugin.launcher.flags import FLAG_TABLES, Parser, add_setting_flags
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError, UsageError, has_errors
@@ -27,6 +26,7 @@ from hf_fsdp_plugin.tools.check.output import load_meta_model, plan_with_problem
 from hf_fsdp_plugin.tools.convert.conversion import print_conversion
 from hf_fsdp_plugin.tools.plan.estimate.types import Attention, Optimizer, UpdateLoop, Workload
 from hf_fsdp_plugin.tools.plan.output import Planned, print_prediction
+from hf_fsdp_plugin.tools.shared import check_needs
 
 if TYPE_CHECKING:
     from torch import nn

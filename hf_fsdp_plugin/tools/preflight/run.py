@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.axes import MODEL_AXES
-from hf_fsdp_plugin.cli.output import Color, colored, colored_table
+from hf_fsdp_plugin.cli.output import Color, colored
 from hf_fsdp_plugin.launcher.flags import Parser, why_refused
 from hf_fsdp_plugin.problems import Problem, UsageError, has_errors
 from hf_fsdp_plugin.sources.command_line import flag_name
@@ -28,6 +28,7 @@ from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_count, format_names, plural
+from hf_fsdp_plugin.tools.shared import colored_table, run_job
 
 if TYPE_CHECKING:
     from hf_fsdp_plugin.runs.failures import AttemptResult
@@ -146,7 +147,6 @@ def run_preflight(spec: FsdpSpec, sources: Sources, options: stages.Options, lim
     import tempfile
 
     from hf_fsdp_plugin.devices import DEVICES
-    from hf_fsdp_plugin.launcher.start_ranks import run_job
     from hf_fsdp_plugin.launcher.world import World
     from hf_fsdp_plugin.tools.preflight import stages
 

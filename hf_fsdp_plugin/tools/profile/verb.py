@@ -21,7 +21,6 @@ from typing import Any, Final
 
 from hf_fsdp_plugin import observers
 from hf_fsdp_plugin.cli import launch
-from hf_fsdp_plugin.cli.main import whole_number
 from hf_fsdp_plugin.cli.output import print_failure, print_problems, print_result
 from hf_fsdp_plugin.launcher import flags
 from hf_fsdp_plugin.launcher.flags import LaunchArguments
@@ -30,6 +29,7 @@ from hf_fsdp_plugin.text import format_bytes, format_seconds, format_table, plur
 from hf_fsdp_plugin.tools.profile import files as profiling
 from hf_fsdp_plugin.tools.profile.files import OBSERVER, OPTIONS_VARIABLE, ProfileOptions
 from hf_fsdp_plugin.tools.profile.run_profile import RunProfile, Suggestion
+from hf_fsdp_plugin.tools.shared import whole_number
 
 _FLAGS: Final[Mapping[str, tuple[str, str]]] = flags.FLAG_TABLES["profile"]
 _VARIABLES: Final = {

@@ -27,16 +27,16 @@ from scripts.bench.gpu_checks.base import (
 )
 from scripts.bench.measure.memory_points import Point
 
-_ERROR = {"closed_form": 0.2, "traced": 0.05}
-"""Largest relative error of a predicted peak of allocated memory."""
+_ERROR = 0.2
+"""Largest relative error of the predicted peak of allocated memory."""
 FIGURES = ("allocated", "reserved", "total")
 
 
 @check(seconds=40, limit=200, fresh=True)
 def prediction(case: Case) -> Case:
-    """Compare the peak of a step with the closed form and the trace: allocated, and reserved if it is predicted.
+    """Compare the peak of a step with the prediction: allocated, and reserved if it is predicted.
 
-    On CPU ranks, torch has no figure for the peak, so only the predictions are compared with each other.
+    On CPU ranks, torch has no figure for the peak; ``python -m scripts.bench memory_error`` counts it there.
     """
     return _compare(case, {})
 
@@ -72,17 +72,12 @@ def _compare(case: Case, changed: dict[str, Any]) -> Case:
     predicted = json.loads(out.splitlines()[-1])
     found = {"model": size.name, "point": str(point), "predicted_bytes": predicted, "measured_bytes": measured}
     if not measured:
-        by_method = {method: row["allocated"] for method, row in predicted.items()}
-        expect(abs(by_method["closed_form"] / by_method["traced"] - 1) < _ERROR["closed_form"], f"{by_method}")
-        return {"text": f"predicted: {by_method}", **found}
-    errors = {
-        method: {name: round(row[name] / measured[name] - 1, 4) for name in FIGURES if row.get(name)}
-        for method, row in predicted.items()
-    }
-    wrong = [method for method in errors if abs(errors[method]["allocated"]) > _ERROR[method]]
+        expect(predicted["allocated"] > 0, f"{predicted}")
+        return {"text": f"predicted: {predicted}", **found}
+    errors = {name: round(predicted[name] / measured[name] - 1, 4) for name in FIGURES if predicted.get(name)}
     gb = ", ".join(f"{name} {number / 1e9:.3f} GB" for name, number in measured.items())
-    text = f"{size.name}: {gb}; errors of the predictions {errors}"
-    expect(not wrong, f"{wrong} are not near the peak. {text}")
+    text = f"{size.name}: {gb}; errors of the prediction {errors}"
+    expect(abs(errors["allocated"]) <= _ERROR, f"the prediction is not near the peak. {text}")
     return {"text": text, "errors": errors, **found}
 
 

@@ -1,7 +1,4 @@
-"""``python -m scripts.bench.gpu_checks.predict POINT DEVICE [CAPABILITY]``: print the predicted memory.
-
-A process of its own, because a trace makes a process group.
-"""
+"""``python -m scripts.bench.gpu_checks.predict POINT DEVICE [CAPABILITY]``: print the predicted memory."""
 
 from __future__ import annotations
 
@@ -11,8 +8,8 @@ import sys
 from scripts.bench.measure.memory_points import Point, make_model, make_spec, make_workload, parse_point
 
 
-def predict(point: Point, device_type: str, capability: float | None = None) -> dict[str, dict[str, int | None]]:
-    """Return the predicted bytes of each method; ``None`` for no prediction.
+def predict(point: Point, device_type: str, capability: float | None = None) -> dict[str, int | None]:
+    """Return the predicted bytes; ``None`` for no prediction.
 
     Allocated and reserved memory are without the workspaces of cuBLAS; the total has all that the driver counts.
     """
@@ -23,7 +20,6 @@ def predict(point: Point, device_type: str, capability: float | None = None) -> 
     import hf_fsdp_plugin as hfp
     from hf_fsdp_plugin.tools.plan.estimate.machines import machine_named
     from hf_fsdp_plugin.tools.plan.estimate.memory.peak import estimate_memory, framework_bytes
-    from scripts.bench.traced_memory import trace_memory
 
     with torch.device("meta"):
         model = make_model(point)
@@ -32,16 +28,13 @@ def predict(point: Point, device_type: str, capability: float | None = None) -> 
     # Of its other figures, only the speed of the links matters, which is unknown here: NVLink needs more memory.
     machine = replace(machine_named("h100-sxm"), capability=capability)
     workspaces = framework_bytes(device_type, machine)
-    found: dict[str, dict[str, int | None]] = {}
-    for name, method in {"traced": trace_memory, "closed_form": estimate_memory}.items():
-        estimate = method(plan, model, make_workload(point), machine)
-        device = estimate.device
-        found[name] = {
-            "allocated": (estimate.peak.bytes if device is None else device.allocated) - workspaces,
-            "reserved": None if device is None else device.reserved - workspaces,
-            "total": None if device is None else device.total,
-        }
-    return found
+    estimate = estimate_memory(plan, model, make_workload(point), machine)
+    device = estimate.device
+    return {
+        "allocated": (estimate.peak.bytes if device is None else device.allocated) - workspaces,
+        "reserved": None if device is None else device.reserved - workspaces,
+        "total": None if device is None else device.total,
+    }
 
 
 if __name__ == "__main__":

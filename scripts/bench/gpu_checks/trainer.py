@@ -39,9 +39,19 @@ class Fault(TrainerCallback):
         ):
             return
         if faults == ["kill"]:
+            wait_for_checkpoint()
             os.kill(os.getpid(), signal.SIGKILL)
         elif os.environ["WORLD_SIZE"] != "1":
             time.sleep(600)
+
+
+def wait_for_checkpoint() -> None:
+    """Wait until the checkpoint of step 3 is complete. It is written in the background."""
+    deadline = time.monotonic() + 60
+    while not os.path.exists(f"{output_dir}/checkpoint-3"):
+        if time.monotonic() > deadline:
+            raise TimeoutError("the checkpoint of step 3 was not complete after 60 s")
+        time.sleep(0.05)
 
 
 arguments = TrainingArguments(

@@ -48,7 +48,7 @@ def record_seconds(record: Any) -> float:
     method = unit_method(lambda unit: end(start(group, tensor, tensor)))
 
     def seconds(is_open: bool) -> float:
-        record.is_open = is_open
+        record().is_open = is_open
         begin = time.process_time()
         for _ in range(NUM_CALLS):
             method(unit)
@@ -69,8 +69,8 @@ def measure(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     watch().arm()
-    assert watch().is_armed
-    calls = watch().files.calls
+    assert watch().armed is not None
+    calls = watch().armed.files.calls
     step, _ = plugin_loop(args, rank)
     block(step, args.warmup)
     before = read_header(calls)

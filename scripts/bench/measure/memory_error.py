@@ -9,6 +9,7 @@ the smallest peak of a rank's steps, and the largest of all ranks. The largest p
     python -m scripts.bench memory_error        (seven minutes on 2 cores; writes docs/results/memory_error.json)
     python -m scripts.bench memory_error --points family=bert,seq=512 version=1,precision=bf16,hidden=512
     python -m scripts.bench memory_error --only mixtral --out /tmp/error.json
+    python -m scripts.bench memory_error --random 20 --seed 1 --out /tmp/error.json     random settings
 """
 
 from __future__ import annotations
@@ -16,18 +17,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from scripts.bench.allocator import NoCounter, restart_with_counter
-from scripts.bench.common import child_environment, make_parser
+from scripts.bench.common import child_environment, free_port, make_parser
 from scripts.bench.measure.memory_points import (
     POINTS,
     Point,
@@ -36,6 +38,7 @@ from scripts.bench.measure.memory_points import (
     make_workload,
     measure,
     parse_point,
+    random_point,
 )
 from scripts.bench.tables.update_results import write_result
 
@@ -44,58 +47,72 @@ STEPS = 3
 _LIMIT = 300.0
 
 
-def parse_args() -> argparse.Namespace:
-    parser = make_parser(__doc__, "memory_error")
+def parse_points(name: str, points: Sequence[Point], description: str | None) -> tuple[argparse.Namespace, list[Point]]:
+    """Return the arguments of a comparison, and its points."""
+    parser = make_parser(description, name)
     parser.add_argument("--points", nargs="*", help="points instead of those of the table, as key=value,key=value")
     parser.add_argument("--only", default="", help="only points whose text contains this")
+    parser.add_argument("--random", type=int, default=0, help="this many random points instead of those of the table")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--predict", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    numbers = random.Random(args.seed)
+    chosen = [parse_point(text) for text in args.points] if args.points else list(points)
+    if args.random:
+        chosen = [random_point(numbers) for _ in range(args.random)]
+    return args, [point for point in chosen if args.only in str(point)]
 
 
-def predict(point: Point) -> dict[str, Any]:
-    """Return the peaks that the methods predict, in bytes, and how long this took."""
+def predict(point: Point, device: str) -> dict[str, Any]:
+    """Return the predicted peak in bytes, its place, and how long this took; empty if the settings are refused."""
     import torch
 
     import hf_fsdp_plugin as hfp
     from hf_fsdp_plugin.tools.plan.estimate.memory.peak import estimate_memory
-    from scripts.bench.traced_memory import CannotTrace, trace_memory
 
-    with torch.device("meta"):
-        model = make_model(point)
-    plan = hfp.resolve(make_spec(point), model, world_size=point.ranks, device_type="cpu")
-    workload = make_workload(point)
-    methods: dict[str, Any] = {"traced": trace_memory, "closed_form": estimate_memory}
-    if plan.mesh.has_model_axes:  # a trace has whole layers and sequences
-        del methods["traced"]
-    found: dict[str, Any] = {}
-    for name, method in methods.items():
-        start = time.perf_counter()
-        try:
-            peak = method(plan, model, workload).peak
-        except (hfp.SpecError, CannotTrace) as error:  # such as an optimizer that reads values of tensors
-            print(point, name, error, flush=True)
-            continue
-        found[name] = {"bytes": peak.bytes, "at": peak.where, "seconds": round(time.perf_counter() - start, 2)}
-    return found
+    start = time.perf_counter()
+    try:
+        with torch.device("meta"):
+            model = make_model(point)
+        spec = make_spec(point, use_cpu=device == "cpu")
+        plan = hfp.resolve(spec, model, world_size=point.ranks, device_type=device)
+        peak = estimate_memory(plan, model, make_workload(point)).peak
+    except hfp.SpecError as error:  # of random settings
+        print(point, error, flush=True)
+        return {}
+    seconds = round(time.perf_counter() - start, 2)
+    return {"closed_form": {"bytes": peak.bytes, "at": peak.where, "seconds": seconds}}
 
 
-def predictions(points: list[Point]) -> list[dict[str, Any]]:
+def predictions(points: list[Point], script: str, environ: Mapping[str, str] = os.environ) -> list[dict[str, Any]]:
     """Return the predictions for all points, from a process of their own."""
-    with tempfile.TemporaryDirectory(prefix="memory_error_") as folder:
+    with tempfile.TemporaryDirectory(prefix="predictions_") as folder:
         out = Path(folder) / "predictions.json"
-        command = [sys.executable, __file__, "--predict", str(out), "--points", *map(str, points)]
-        subprocess.run(command, check=True)
+        command = [sys.executable, script, "--predict", str(out), "--points", *map(str, points)]
+        subprocess.run(command, check=True, env=environ)
         found: list[dict[str, Any]] = json.loads(out.read_text())
         return found
+
+
+def make_row(point: Point, predicted: dict[str, Any], measured: int, **more: int) -> dict[str, Any]:
+    errors = {name: round(found["bytes"] / measured - 1, 5) for name, found in predicted.items()}
+    print(point, f"{measured:,}", {name: f"{error:+.2%}" for name, error in errors.items()}, flush=True)
+    return {"point": str(point), "measured_bytes": measured, **more, "predicted": predicted, "error": errors}
+
+
+def write(name: str, out: Path, rows: list[dict[str, Any]]) -> None:
+    errors = [row["error"]["closed_form"] for row in rows]
+    summary = {"closed_form": {"median": statistics.median(map(abs, errors)), "worst": max(errors, key=abs)}}
+    command = f"python -m scripts.bench {name}" + "".join(f" {word}" for word in sys.argv[1:])
+    write_result(name, out, {"command": command, "summary": summary, "points": rows})
 
 
 def measured(point: Point) -> list[list[int]]:
     """Return the peaks of each rank's steps."""
     from scripts.bench.ranks.forked import World
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        os.environ["MASTER_PORT"] = str(free.getsockname()[1])
+    os.environ["MASTER_PORT"] = str(free_port())
     ranks = range(point.ranks)
     with tempfile.TemporaryDirectory(prefix="memory_error_") as name:
         os.chdir(name)  # the plugin writes its report into the current folder
@@ -107,23 +124,11 @@ def measured(point: Point) -> list[list[int]]:
             os.chdir("/")
 
 
-def row(point: Point, predicted: dict[str, Any]) -> dict[str, Any]:
-    peaks = measured(point)
-    real = max(min(steps) for steps in peaks)
-    errors = {name: round(found["bytes"] / real - 1, 5) for name, found in predicted.items()}
-    print(point, f"{real:,}", {name: f"{error:+.2%}" for name, error in errors.items()}, flush=True)
-    return {
-        "point": str(point), "measured_bytes": real, "largest_bytes": max(map(max, peaks)), "predicted": predicted,
-        "error": errors,
-    }  # fmt: skip
-
-
 def main() -> int:
-    args = parse_args()
-    points = [parse_point(text) for text in args.points] if args.points else list(POINTS)
-    points = [point for point in points if args.only in str(point)]
+    args, points = parse_points("memory_error", POINTS, __doc__)
+    out = args.out.resolve()
     if args.predict:
-        args.predict.write_text(json.dumps([predict(point) for point in points]))
+        args.predict.write_text(json.dumps([predict(point, "cpu") for point in points]))
         return 0
     try:
         # Points with 4-bit weights need bitsandbytes, which scripts/environment.sh installs beside the environment.
@@ -131,23 +136,18 @@ def main() -> int:
         restart_with_counter()
     except NoCounter as error:
         raise SystemExit(str(error)) from error
-    found = predictions(points)
+    found = predictions(points, __file__)
     from scripts.bench.ranks.forked import preload
 
     preload()
     import transformers  # noqa: F401
 
-    rows = [row(point, predicted) for point, predicted in zip(points, found, strict=True)]
-    summary = {
-        name: {
-            "median": statistics.median(map(abs, found)),
-            "worst": max(found, key=abs),
-        }
-        for name in ("traced", "closed_form")
-        if (found := [each["error"][name] for each in rows if name in each["error"]])
-    }
-    command = "python -m scripts.bench memory_error" + "".join(f" {word}" for word in sys.argv[1:])
-    write_result("memory_error", args.out.resolve(), {"command": command, "summary": summary, "points": rows})
+    rows = []
+    for point, predicted in zip(points, found, strict=True):
+        if predicted:
+            peaks = measured(point)
+            rows.append(make_row(point, predicted, max(map(min, peaks)), largest_bytes=max(map(max, peaks))))
+    write("memory_error", out, rows)
     return 0
 
 

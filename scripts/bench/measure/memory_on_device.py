@@ -11,20 +11,17 @@ computes ``scaled_dot_product_attention`` by its formula, for which the estimate
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.common import child_environment, make_parser, run_two_ranks
-from scripts.bench.measure.memory_points import Point, make_model, make_spec, make_workload, parse_point, train_step
-from scripts.bench.tables.update_results import write_result
+from scripts.bench.common import child_environment, run_two_ranks
+from scripts.bench.measure.memory_error import make_row, parse_points, predict, predictions, write
+from scripts.bench.measure.memory_points import Point, make_model, make_optimizers, make_spec, train_step
 
 DEVICE = "npu"
 STEPS = 2
@@ -56,14 +53,9 @@ POINTS = (
 
 
 def main() -> int:
-    parser = make_parser(__doc__, "memory_on_device")
-    parser.add_argument("--points", nargs="*", help="points instead of those of the table, as key=value,key=value")
-    parser.add_argument("--predict", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    points = [parse_point(text) for text in args.points] if args.points else list(POINTS)
+    args, points = parse_points("memory_on_device", POINTS, __doc__)
     if args.predict:
-        args.predict.write_text(json.dumps([predict(point) for point in points]))
+        args.predict.write_text(json.dumps([predict(point, DEVICE) for point in points]))
         return 0
     if args.measure:
         measure_all(points, args.measure)
@@ -74,38 +66,14 @@ def main() -> int:
         print(f"The simulated accelerator cannot be built: {reason}.", file=sys.stderr)
         return 1
     environ = child_environment(os.environ, BACKEND)
-    chosen = ["--points", *map(str, points)]
+    predicted = predictions(points, __file__, environ)
     with tempfile.TemporaryDirectory(prefix="memory_on_device_") as folder:
-        predicted, measured = Path(folder) / "predicted.json", Path(folder) / "measured.json"
-        subprocess.run([sys.executable, __file__, "--predict", predicted, *chosen], check=True, env=environ)
-        if run_two_ranks(__file__, ["--measure", str(measured), *chosen], environ) != 0:
+        measured = Path(folder) / "measured.json"
+        if run_two_ranks(__file__, ["--measure", str(measured), "--points", *map(str, points)], environ) != 0:
             return 1
-        pairs = zip(points, json.loads(predicted.read_text()), json.loads(measured.read_text()), strict=True)
-        rows = [row(point, prediction, peak) for point, prediction, peak in pairs]
-    errors = {name: [each["error"][name] for each in rows] for name in ("traced", "closed_form")}
-    summary = {
-        name: {"median": statistics.median(map(abs, found)), "worst": max(found, key=abs)}
-        for name, found in errors.items()
-    }
-    command = "python -m scripts.bench memory_on_device" + "".join(f" {word}" for word in sys.argv[1:])
-    write_result("memory_on_device", args.out.resolve(), {"command": command, "summary": summary, "points": rows})
+        peaks = json.loads(measured.read_text())
+    write("memory_on_device", args.out.resolve(), list(map(make_row, points, predicted, peaks)))
     return 0
-
-
-def predict(point: Point) -> dict[str, Any]:
-    """Return the peaks that the methods predict in bytes, and where they are in the step."""
-    import torch
-
-    import hf_fsdp_plugin as hfp
-    from hf_fsdp_plugin.tools.plan.estimate.memory.peak import estimate_memory
-    from scripts.bench.traced_memory import trace_memory
-
-    with torch.device("meta"):
-        model = make_model(point)
-    plan = hfp.resolve(make_spec(point, use_cpu=False), model, world_size=2, device_type=DEVICE)
-    methods = {"traced": trace_memory, "closed_form": estimate_memory}
-    peaks = {name: method(plan, model, make_workload(point)).peak for name, method in methods.items()}
-    return {name: {"bytes": peak.bytes, "at": peak.where} for name, peak in peaks.items()}
 
 
 def measure_all(points: list[Point], out: Path) -> None:
@@ -138,7 +106,6 @@ def measure(point: Point) -> int:
 
     import hf_fsdp_plugin as hfp
     from hf_fsdp_plugin.tools.plan.estimate.memory.meta_pass import meta_batch
-    from scripts.bench.traced_memory.optimizers import make_optimizers
 
     accelerator = hfp.accelerator(make_spec(point, use_cpu=False), gradient_accumulation_steps=point.accumulation)
     memory = torch.get_device_module(DEVICE)
@@ -146,7 +113,7 @@ def measure(point: Point) -> int:
     before = memory.memory_allocated()
     model = make_model(point)
     shapes = meta_batch(model, micro_batch=point.batch, seq_len=point.seq)
-    optimizers = make_optimizers(model, make_workload(point), DEVICE)
+    optimizers = make_optimizers(model, point, DEVICE)
     model, *optimizers = accelerator.prepare(model.train(), *optimizers)
     generator = torch.Generator().manual_seed(1 + accelerator.process_index)
     peaks = []
@@ -156,12 +123,6 @@ def measure(point: Point) -> int:
         peaks.append(memory.max_memory_allocated() - before)
         accelerator.wait_for_everyone()
     return min(peaks[1:])
-
-
-def row(point: Point, predicted: dict[str, Any], peak: int) -> dict[str, Any]:
-    errors = {name: round(found["bytes"] / peak - 1, 5) for name, found in predicted.items()}
-    print(point, f"{peak:,}", {name: f"{error:+.2%}" for name, error in errors.items()}, flush=True)
-    return {"point": str(point), "measured_bytes": peak, "predicted": predicted, "error": errors}
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import random
 import tempfile
 import typing
 from collections.abc import Callable
@@ -85,6 +86,36 @@ def parse_point(text: str) -> Point:
         values[key] = value in ("True", "true", "1") if kinds[key] is bool else kinds[key](value)
         if (known := typing.get_args(hints[key])) and values[key] not in known:
             raise ValueError(f"{key}={value} is not one of {', '.join(map(str, known))}")
+    return Point(**values)
+
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "family": ("llama", "llama", "gpt2", "bert", "mixtral", "t5", "whisper", "clip"), "version": (1, 2),
+    "strategy": ("full_shard", "full_shard", "shard_grad_op", "no_shard", "hybrid_shard"), "ranks": (2, 4),
+    "checkpointing": (False, True), "selective": (False, False, False, True), "precision": ("no", "bf16"),
+    "loop": ("for_loop", "foreach", "fused"), "optimizer": ("adamw", "adamw", "sgd", "adafactor", "muon"),
+    "batch": (1, 2, 3, 6), "seq": (32, 64, 200), "accumulation": (1, 1, 2, 4), "sync": (False, True),
+    "prefetch": ("pre", "post", "none"), "forward_prefetch": (False, False, True), "use_orig": (True, True, False),
+    "layers": (2, 4, 7), "hidden": (64, 128, 256), "inter": (192, 512), "vocab": (500, 4096), "lora": (0, 0, 0, 8),
+    "wrap": ("layers", "layers", "parts", "none"), "offload_params": (False, False, False, True),
+}  # fmt: skip
+"""Name of a field of a point -> values, of which each is as likely as it is often there."""
+_CAUSAL = ("llama", "gpt2", "mixtral")
+
+
+def random_point(numbers: random.Random) -> Point:
+    """Return a random setting, without combinations that have no meaning."""
+    values = {name: numbers.choice(choices) for name, choices in _CHOICES.items()}
+    if values["strategy"] == "hybrid_shard":
+        values["ranks"] = 4
+    if values["wrap"] == "none":
+        values |= {"checkpointing": False, "selective": False}
+    if values["selective"]:
+        values["checkpointing"] = False
+    if values["family"] not in _CAUSAL:
+        values["lora"] = 0
+    if values["family"] in ("whisper", "clip") and values["wrap"] == "parts":
+        values["wrap"] = "layers"
     return Point(**values)
 
 
@@ -255,6 +286,32 @@ def make_workload(point: Point) -> Any:
     )  # fmt: skip
 
 
+def make_optimizers(model: Any, point: Point, device_type: str) -> list[Any]:
+    """Return the optimizers of a point, with the arguments that the Trainer passes. Muon needs AdamW for vectors."""
+    import torch
+
+    from hf_fsdp_plugin.tools.plan.estimate.types import update_loop
+
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    name = update_loop(make_workload(point), device_type)
+    loop: dict[str, Any] = {"fused": True} if name == "fused" else {"foreach": name == "foreach"}
+    if point.optimizer == "sgd":
+        return [torch.optim.SGD(parameters, lr=1e-4, **loop)]
+    if point.optimizer == "adafactor":
+        from transformers import Adafactor
+
+        return [Adafactor(parameters, lr=1e-4, scale_parameter=False, relative_step=False)]
+    if point.optimizer == "adamw_8bit":
+        from bitsandbytes.optim import AdamW8bit
+
+        return [AdamW8bit(parameters, lr=1e-4)]
+    if point.optimizer == "muon":
+        matrices = [parameter for parameter in parameters if parameter.dim() == 2]
+        others = [parameter for parameter in parameters if parameter.dim() != 2]
+        return [torch.optim.Muon(matrices, lr=1e-4), torch.optim.AdamW(others, lr=1e-4, **loop)]
+    return [torch.optim.AdamW(parameters, lr=1e-4, **loop)]
+
+
 def measure(rank: int, report: Callable[..., None], point: Point, steps: int) -> None:
     """Train and report the allocator's peak of each step from the second on, above what it held before the model."""
     import torch
@@ -262,7 +319,6 @@ def measure(rank: int, report: Callable[..., None], point: Point, steps: int) ->
     import hf_fsdp_plugin as hfp
     from hf_fsdp_plugin.tools.plan.estimate.memory.meta_pass import meta_batch
     from scripts.bench.allocator import AllocatorCounter
-    from scripts.bench.traced_memory.optimizers import make_optimizers
 
     counter = AllocatorCounter()
     before = counter.current
@@ -275,7 +331,7 @@ def measure(rank: int, report: Callable[..., None], point: Point, steps: int) ->
         accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
     model = _divided_model(point) if is_divided else make_model(point)
     shapes = meta_batch(model, micro_batch=point.batch, seq_len=point.seq)
-    optimizers = make_optimizers(model, make_workload(point), "cpu")
+    optimizers = make_optimizers(model, point, "cpu")
     model, *optimizers = accelerator.prepare(model.train(), *optimizers)
     generator = torch.Generator().manual_seed(1 + rank // (point.context * point.tensor))
     peaks = []

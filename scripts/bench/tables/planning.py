@@ -18,29 +18,6 @@ def planner_time(result: dict[str, Any]) -> list[str]:
     return [*lines, "", f"{note}{result['machine_of_times']}."]
 
 
-def closed_against_trace(result: dict[str, Any]) -> list[str]:
-    """Return the summary, and the settings with the largest differences."""
-    worst = sorted((row for row in result["rows"] if "error" in row), key=lambda row: -abs(row["error"]))[:10]
-    lines = ["| setting with the largest differences | device | closed form / traced - 1 |", "|---|---|---|"]
-    lines += [f"| {row['point'].replace(',', ', ')} | {row['device']} | {row['error']:+.2%} |" for row in worst]
-    refused = ", ".join(f"{code} {result['refused'].count(code)}" for code in sorted(set(result["refused"])))
-    summary = f"{result['compared']} random settings: median {result['median']:.2%}, largest {result['worst']:+.2%}."
-    return [*lines, "", summary, *([f"Refused by one of the methods: {refused}."] if refused else [])]
-
-
-def reserved_memory(result: dict[str, Any]) -> list[str]:
-    """Return the ratios of all points, and of their median and range."""
-    names = {"reserved": "reserved", "needed": "needed", "expandable": "reserved, expandable segments"}
-    lines = [f"| setting | allocated | {' | '.join(names.values())} |", "|---|---|---|---|---|"]
-    for row in result["rows"]:
-        ratios = " | ".join(f"{row[name]:.2f}" for name in names)
-        lines.append(f"| {row['point'].replace(',', ', ')} | {row['allocated_bytes'] / 2**30:.1f} GiB | {ratios} |")
-    for kind in ("median", "least", "largest"):
-        found = (f"{result['ratios'][name][kind]:.2f}" for name in names)
-        lines.append(f"| {kind} | | {' | '.join(found)} |")
-    return lines
-
-
 def preflight_time(result: dict[str, Any]) -> list[str]:
     lines = ["| model | time | CPU time of the command and its ranks |", "|---|---|---|"]
     lines += [f"| {row['model']} | {row['seconds']:.0f} s | {row['cpu_seconds']:.0f} s |" for row in result["rows"]]

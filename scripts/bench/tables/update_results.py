@@ -24,13 +24,7 @@ from scripts.bench.gpu_checks.results import table
 from scripts.bench.tables.axes import axes
 from scripts.bench.tables.hangs import hang_overhead, hangs, hangs_healthy
 from scripts.bench.tables.memory import memory_error, memory_on_device
-from scripts.bench.tables.planning import (
-    closed_against_trace,
-    migrate_proofs,
-    planner_time,
-    preflight_time,
-    reserved_memory,
-)
+from scripts.bench.tables.planning import migrate_proofs, planner_time, preflight_time
 from scripts.bench.tables.profile import suggestions
 
 BLOCK = re.compile(r"(<!-- results:begin (?P<name>[\w-]+) -->\n).*?(<!-- results:end (?P=name) -->)", re.DOTALL)
@@ -115,56 +109,6 @@ def merge(result: Result) -> list[str]:
         memory = f"{' / '.join(str(value) for value in peak[name].values())} MB" if name in peak else ""
         lines.append(f"| {shown} | {seconds[name]} | {cpu[name]} | {faster[name]:.1f} | {memory} |")
     return [*lines, "", f"{result['model']}; medians of {result['pairs']} alternating pairs."]
-
-
-def deepspeed_checkpoints(result: Result) -> list[str]:
-    """One row per case."""
-
-    def shown(value: bool | None) -> str:
-        return "" if value is None else "equal" if value else "differ"
-
-    lines = ["| saved by DeepSpeed | weights | AdamW state | loss after resuming with FSDP2 |", "|---|---|---|---|"]
-    for name, case in result["cases"].items():
-        state = shown(case.get("state_equal"))
-        lines.append(
-            f"| {name} | {shown(case['weights_equal'])} | {state} | differs by {case['loss_difference']:.1e} |"
-        )
-    lines += ["", f"DeepSpeed {result['deepspeed']}. Weights and states are compared bit for bit."]
-    if timed := result["time"]:
-        seconds = {name: statistics.median(found) for name, found in timed["seconds"].items()}
-        lines[-1] += (
-            f" To merge {timed['checkpoint_bytes'] / 1e9:.1f} GB, `hf-fsdp merge` takes {seconds['merge']:.1f} s, and "
-            f"`zero_to_fp32` takes {seconds['zero_to_fp32']:.1f} s."
-        )
-    return lines
-
-
-def verified_reads(result: Result) -> list[str]:
-    """One row per size of the ranges; the size that the package writes is marked."""
-    same, other, grown = result["resume"]["same"], result["resume"]["other"], result["bytes_read_per_byte"]
-    readers = list(next(iter(grown.values())))
-    head = ["range", "resume, same layout", "resume, another layout", *(f"bytes read, {case}" for case in readers)]
-    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    for size, row in same.items():
-        name = f"{size} (used)" if size == result["range"] else size
-        cells = [name, *map(_ratio, (row, other[size])), *(f"{grown[size][case]:.2f}" for case in readers)]
-        lines.append(f"| {' | '.join(cells)} |")
-    used, merged = same[result["range"]], result["merge"]
-    size = f"{result['checkpoint_bytes'] / 1e9:.2f} GB"
-    return [
-        *lines,
-        "",
-        f"Times with the comparison divided by times without it: medians and ranges of {result['pairs']} alternating "
-        f"pairs. A resume of {size} from the page cache takes {used['seconds']:.2f} s "
-        f"with it and {used['seconds_without']:.2f} s without; `hf-fsdp merge` takes {merged['seconds']:.2f} s and "
-        f"{merged['seconds_without']:.2f} s ({_ratio(merged)}).",
-        "",
-        f"{result['model']}; one thread each. Bytes read: for one byte that is needed, of shards of 64 MiB.",
-    ]
-
-
-def _ratio(found: Result) -> str:
-    return f"{found['ratio']:.2f} ({found['lowest']:.2f} to {found['highest']:.2f})"
 
 
 def resume_parity(result: Result) -> list[str]:
@@ -438,26 +382,6 @@ def resume(result: Result) -> list[str]:
     return [*lines, "", f"{result['model']}; {result['ranks']} CPU ranks, one thread each."]
 
 
-def computed_weights(result: Result) -> list[str]:
-    lines = [
-        "| computed | by | CPU time of a rank | time | private memory grows by | largest weight | model |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for kind, ways in result["kinds"].items():
-        for way, run in ways.items():
-            sizes = " | ".join(f"{run[f'{key}_bytes'] / 1e6:.0f} MB" for key in ("private", "largest", "model"))
-            lines.append(f"| {kind} | {way} | {run['cpu_seconds']:.2f} s | {run['seconds']:.2f} s | {sizes} |")
-    return [*lines, "", f"{result['ranks']} CPU ranks, one thread each."]
-
-
-def readers(result: Result) -> list[str]:
-    lines = ["| way | time | CPU time | peak memory grows by |", "|---|---|---|---|"]
-    for way, run in result["ways"].items():
-        peak = f"{run['peak_growth_bytes'] / 1e9:.2f} GB"
-        lines.append(f"| {way} | {run['seconds']:.2f} s | {run['cpu_seconds']:.2f} s | {peak} |")
-    return lines
-
-
 def public_configs(result: Result) -> list[str]:
     titles = ("settings of FSDP", "arguments of the Trainer", "without effect", "refused", "unknown", "lost")
     fates = ("sets", "arguments", "irrelevant", "refused", "unknown", "lost")
@@ -597,12 +521,12 @@ def host_waits(result: Result) -> list[str]:
 
 
 _ALL = (
-    step_overhead, checkpoint_save, merge, verified_reads, resume_parity, survival, gpu_check, ecosystem,
-    generated_values, command_start, enabled_start, start, load, resume, computed_weights, readers, many_ranks,
+    step_overhead, checkpoint_save, merge, resume_parity, survival, gpu_check, ecosystem,
+    generated_values, command_start, enabled_start, start, load, resume, many_ranks,
     gloo_connections, large_world, memory_error, memory_on_device, step_time, published_runs, unexpressed, throughput,
     restarts, two_hosts, hangs, hangs_healthy, hang_overhead, suggestions,
-    axes, planner_time, closed_against_trace, preflight_time, reserved_memory, host_waits, migrate_proofs,
-    public_configs, deepspeed_checkpoints,
+    axes, planner_time, preflight_time, host_waits, migrate_proofs,
+    public_configs,
 )  # fmt: skip
 TABLES: dict[str, Callable[[Result], list[str]]] = {table.__name__: table for table in _ALL}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Trainer, TrainingArguments
 
@@ -54,12 +55,39 @@ def translated(num_rows: int = 16) -> Rows:
     return [{"input_ids": source, "labels": target} for source, target in pairs]
 
 
-def images(num_rows: int = 16, size: int = 32, labels: Any = None) -> Rows:
+def tagged() -> Rows:
+    return [{"input_ids": row, "labels": row % 3} for row in tokens()]
+
+
+def answered() -> Rows:
+    return [{"input_ids": row, "start_positions": 1, "end_positions": 3} for row in tokens()]
+
+
+def images(num_rows: int = 16, size: int = 32, segments: int = 0) -> Rows:
+    """Pictures of two classes, or with one of several segments for each pixel."""
     pixels = torch.randn(num_rows, 3, size, size, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(size * size).reshape(size, size) % segments if segments else None
     return [
         {"pixel_values": picture, "labels": number % 2 if labels is None else labels}
         for number, picture in enumerate(pixels)
     ]
+
+
+def sounds(spoken: bool = False) -> Rows:
+    """Sounds of two classes, or with the spoken text."""
+    values = torch.randn(16, 800, generator=torch.Generator().manual_seed(0))
+    rows = enumerate(zip(values, tokens(), strict=True))
+    return [{"input_values": sound, "labels": row[:4] if spoken else number % 2} for number, (sound, row) in rows]
+
+
+def spectra() -> Rows:
+    values = torch.randn(16, 8, 32, generator=torch.Generator().manual_seed(0))
+    return [{"input_features": sound, "labels": row} for sound, row in zip(values, tokens(), strict=True)]
+
+
+def series() -> Rows:
+    values = torch.randn(16, 36, 2, generator=torch.Generator().manual_seed(0))
+    return [{"past_values": row[:32], "future_values": row[32:]} for row in values]
 
 
 def numbers(num_rows: int = 16, width: int = 8) -> Rows:
@@ -94,6 +122,28 @@ def trained(model: nn.Module, rows: Any, trainer_class: Any = Trainer, more: Any
     trainer.train()
     trainer.save_model("final")
     return trainer
+
+
+def train_row(model: str = "", config: Any = None, rows: Any = "texts", adapter: Any = None, **more: Any) -> Any:
+    """Train and save what a row of ``behaviors.yaml`` describes."""
+    if model:
+        model_class = getattr(transformers, model)
+        network = made(model_class, model_class.config_class(**config))
+    else:
+        network = llama(**(config or {}))
+    if adapter:
+        import peft
+
+        values = {"type": "LoraConfig", **adapter}
+        network = peft.get_peft_model(network, getattr(peft, values.pop("type"))(**values))
+    evaluated = {"eval_dataset": _rows(more["evaluated"])} if "evaluated" in more else None
+    return trained(network, _rows(rows), more=evaluated, **more.get("arguments", {}))
+
+
+def _rows(named: str | dict[str, Any]) -> Rows:
+    ((name, values),) = {named: {}}.items() if isinstance(named, str) else named.items()
+    rows: Rows = globals()[name](**values)
+    return rows
 
 
 class Regression(nn.Module):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset, load_dataset
-from peft import IA3Config, LoraConfig, PrefixTuningConfig, VeraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model
 from sentence_transformers import (
     SentenceTransformer,
     SentenceTransformerTrainer,
@@ -17,59 +17,9 @@ from sentence_transformers import (
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Trainer
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
-from scripts.ecosystem.behaviors.common import argument_values, arguments, llama, texts, trained
+from scripts.ecosystem.behaviors.common import argument_values, arguments, llama, texts
 
 TARGETS = ["q_proj", "v_proj"]
-
-
-def _lora(**changes: Any) -> Any:
-    values = {"r": 4, "target_modules": TARGETS, "task_type": "CAUSAL_LM", **changes}
-    return trained(get_peft_model(llama(), LoraConfig(**values)), texts())
-
-
-def lora() -> Any:
-    return _lora()
-
-
-def lora_of_all_linear_layers() -> Any:
-    return _lora(target_modules="all-linear")
-
-
-def lora_with_rank_stabilization() -> Any:
-    return _lora(use_rslora=True, lora_alpha=16)
-
-
-def lora_of_embeddings() -> Any:
-    return _lora(target_modules=[*TARGETS, "embed_tokens"])
-
-
-def lora_with_rank_pattern() -> Any:
-    return _lora(rank_pattern={"layers.1.self_attn.q_proj": 2})
-
-
-def lora_of_some_layers_with_a_saved_head() -> Any:
-    return _lora(layers_to_transform=[1], modules_to_save=["lm_head"])
-
-
-def lora_with_bias() -> Any:
-    model = llama(attention_bias=True)
-    config = LoraConfig(r=4, target_modules=TARGETS, bias="lora_only", task_type="CAUSAL_LM")
-    return trained(get_peft_model(model, config), texts())
-
-
-def ia3() -> Any:
-    config = IA3Config(target_modules=["k_proj", "v_proj"], feedforward_modules=[], task_type="CAUSAL_LM")
-    return trained(get_peft_model(llama(), config), texts())
-
-
-def prefix_tuning() -> Any:
-    config = PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
-    return trained(get_peft_model(llama(), config), texts())
-
-
-def vera() -> Any:
-    config = VeraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", save_projection=True)
-    return trained(get_peft_model(llama(), config), texts())
 
 
 def lora_resumed() -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import yaml
 from accelerate.state import AcceleratorState, GradientState
 from transformers import set_seed
 
@@ -51,7 +52,13 @@ def main() -> None:
 
 
 def call(name: str) -> Any:
+    from scripts.ecosystem.behaviors.common import train_row
+
     group, function = name.split("/")
+    if (
+        row := yaml.safe_load((HERE / "behaviors.yaml").read_text(encoding="utf-8")).get(group, {}).get(function)
+    ) is not None:
+        return train_row(**row)
     return getattr(importlib.import_module(f"scripts.ecosystem.behaviors.{group}"), function)()
 
 

@@ -115,15 +115,6 @@ def compute_loss_func() -> Any:
     return trained(llama(LlamaForSequenceClassification), classified(), more={"compute_loss_func": _focal})
 
 
-def label_smoothing() -> Any:
-    return trained(llama(), texts(), label_smoothing_factor=0.1)
-
-
-def neftune() -> Any:
-    # The noise differs between ranks and runs in the same way: every rank has the same seed.
-    return trained(llama(), texts(), neftune_noise_alpha=5.0)
-
-
 def _lengths(num_rows: int = 16) -> Rows:
     return [{"input_ids": row[: 3 + number % 5].tolist(), "labels": number % 2} for number, row in enumerate(tokens(num_rows))]  # fmt: skip  # noqa: E501
 
@@ -143,40 +134,6 @@ def group_by_length_with_padding() -> Any:
 
 def saved_with_processing_class() -> Any:
     return trained(llama(), texts(), more={"processing_class": _tokenizer(), "data_collator": default_data_collator})
-
-
-def cosine_with_restarts() -> Any:
-    return trained(
-        llama(),
-        texts(),
-        lr_scheduler_type="cosine_with_restarts",
-        lr_scheduler_kwargs={"num_cycles": 2},
-        warmup_steps=1,
-    )
-
-
-def reduce_on_plateau() -> Any:
-    return trained(
-        llama(),
-        texts(),
-        more={"eval_dataset": texts(8)},
-        lr_scheduler_type="reduce_lr_on_plateau",
-        eval_strategy="steps",
-        eval_steps=1,
-        metric_for_best_model="eval_loss",
-    )
-
-
-def adafactor() -> Any:
-    return trained(llama(), texts(), optim="adafactor")
-
-
-def sgd() -> Any:
-    return trained(llama(), texts(), optim="sgd", learning_rate=0.1)
-
-
-def rmsprop() -> Any:
-    return trained(llama(), texts(), optim="rmsprop", optim_args="eps=0.01")
 
 
 def optimizer_class_and_kwargs() -> Any:
@@ -207,18 +164,6 @@ def optimizers_given_to_the_trainer() -> Any:
     model = llama()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     return trained(model, texts(), more={"optimizers": (optimizer, LambdaLR(optimizer, lambda step: 0.5**step))})
-
-
-def accumulation_with_a_rest() -> Any:
-    return trained(llama(), texts(20), gradient_accumulation_steps=2, max_steps=-1, num_train_epochs=2)
-
-
-def gradient_checkpointing() -> Any:
-    return trained(llama(), texts(), gradient_checkpointing=True)
-
-
-def no_clipping() -> Any:
-    return trained(llama(), texts(), max_grad_norm=0.0)
 
 
 def evaluation_accumulated() -> Any:
@@ -345,10 +290,6 @@ def own_dataloader() -> Any:
             return self.accelerator.prepare(loader)
 
     return trained(llama(), texts(), Ordered)
-
-
-def batches_split_between_ranks() -> Any:
-    return trained(llama(), texts(), accelerator_config={"split_batches": True}, per_device_train_batch_size=4)
 
 
 def own_collator() -> Any:
@@ -512,10 +453,6 @@ def model_init() -> Any:
     trainer.train()
     trainer.save_model("final")
     return trainer
-
-
-def auto_find_batch_size() -> Any:
-    return trained(llama(), texts(), auto_find_batch_size=True)
 
 
 def plain_module_resumed() -> Any:

@@ -19,10 +19,6 @@ from hf_fsdp_plugin.tools.plan.estimate.memory.peak import (
 from hf_fsdp_plugin.tools.plan.estimate.time import estimate_communication
 from hf_fsdp_plugin.tools.plan.estimate.types import Workload, update_loop
 from hf_fsdp_plugin.tools.plan.output import Planned, Prediction, plan_json, plan_text
-from scripts.bench.allocator.caching_allocator import CachingAllocator
-from scripts.bench.traced_memory import trace_memory
-from scripts.bench.traced_memory.recorder import Block, Event
-from scripts.bench.traced_memory.reserved import Replay
 
 MIB = 1 << 20
 STEP = Workload(micro_batch=1, seq_len=64)
@@ -120,49 +116,6 @@ def test_only_gpus_of_cuda_have_figures_of_the_device():
     device = cuda.device
     assert device.allocated == cuda.peak.bytes < device.needed < device.reserved
     assert cuda.needed_bytes == device.needed + device.context + device.nccl < cuda.total_bytes
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_traced_step_is_replayed_through_the_allocator(version):
-    model = llama()
-    found = trace_memory(plan_of(model, version=version), model, STEP)
-    device = found.device
-    assert found.peak.bytes <= device.allocated <= device.needed <= device.reserved
-    assert device.reserved % (2 * MIB) == 0 and found.expandable % (2 * MIB) == 0
-    assert trace_memory(plan_of(model, device="cpu"), model, STEP).device is None
-
-
-def event(block, sign, where="forward of unit"):
-    return Event(block, sign, where)
-
-
-def test_replay_repeats_the_step_until_it_is_steady():
-    """What a step leaves is freed by the next one, so that repetitions need no more memory."""
-    params = Block(30 * MIB, "preparation")
-    whole = Block(400 * MIB, "preparation")
-    batches = [Block(20 * MIB, "forward of unit") for _ in range(2)]
-    side = Block(40 * MIB, "forward of unit", stream=1)
-    events = [
-        event(whole, 1, "preparation"), event(params, 1, "preparation"), event(whole, -1, "preparation"),
-        event(batches[0], 1),
-        event(batches[1], 1), event(batches[0], -1), event(side, 1), event(side, -1),
-    ]  # fmt: skip
-    allocator = CachingAllocator()
-    Replay(allocator, lambda block: True, defers_frees=False).run(events, 4, (32 * MIB, 8 * MIB))
-    assert allocator.reserved == (30 + 32 + 2 * 20 + 40) * MIB  # no whole model; a pool for the other stream
-    assert allocator.allocated == (30 + 32 + 20) * MIB and allocator.peak_allocated == (30 + 32 + 20 + 40) * MIB
-
-
-def test_deferred_frees_keep_two_blocks():
-    """Under FSDP1, a third all-gather can reuse the memory of the first one, not that of the second."""
-    blocks = [Block(20 * MIB, "forward of unit", stream=1) for _ in range(6)]
-    events = [event(block, sign) for block in blocks for sign in (1, -1)]
-    reserved = {}
-    for defers in (False, True):
-        allocator = CachingAllocator()
-        Replay(allocator, lambda block: True, defers_frees=defers).run(events, 0, (0, 0))
-        reserved[defers] = allocator.peak_reserved
-    assert reserved == {False: 20 * MIB, True: 60 * MIB}
 
 
 @pytest.fixture

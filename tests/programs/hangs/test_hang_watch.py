@@ -18,12 +18,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+import hf_fsdp_plugin.time_limits as time_limits
 from hf_fsdp_plugin.cli.output import HANG
-from hf_fsdp_plugin.hangs import hang_queries, hang_watch
+from hf_fsdp_plugin.hangs import hang_watch
 from hf_fsdp_plugin.hangs.calls import CallRecord, RankCalls, read_calls
 from hf_fsdp_plugin.hangs.hang_cause import Diagnosis
 from hf_fsdp_plugin.hangs.hang_queries import HangQueries
-from hf_fsdp_plugin.hangs.hang_watch import HangFinder, found_hang, hang_problem, write_hang
+from hf_fsdp_plugin.hangs.hang_texts import found_hang, hang_problem
+from hf_fsdp_plugin.hangs.hang_watch import HangFinder, write_hang
 from hf_fsdp_plugin.hangs.watch_files import FoundHang, RankFiles, is_halted, processor_use
 from hf_fsdp_plugin.runs.failures import AttemptResult, tell_failure
 from tests.unit.hangs.test_hang_watch import LIMIT, queries_of
@@ -224,7 +226,7 @@ def test_standstill_is_noticed_once(ranks: Make) -> None:
 
 @pytest.fixture(autouse=True)
 def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hang_queries, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(time_limits, "LOOK", 0.0)
 
 
 def test_first_announcement_ends_all_machines(ranks: Make) -> None:

@@ -127,13 +127,6 @@ def test_range_of_machines_needs_c10d(launch: Callable, folder: Path) -> None:
     assert not (folder / "started").exists()
 
 
-def test_removed_variable_is_refused(launch: Callable, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_FSDP_MACHINE_TIMEOUT", "5")
-    code, _, err = launch("train.py")
-    assert code == 2 and "HF_FSDP_MACHINE_TIMEOUT is not supported any more" in err and "--rdzv_conf" in err
-    assert not (folder / "started").exists()
-
-
 def test_dry_run_prints_command_and_rendezvous(launch: Callable, folder: Path) -> None:
     code, out, _ = launch("--dry-run", "--num_processes", "4", "--cpu", "train", "a b")
     assert code == 0

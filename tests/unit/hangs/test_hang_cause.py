@@ -10,7 +10,8 @@ import pytest
 
 from hf_fsdp_plugin.hangs.calls import ARRIVALS, POINT_TO_POINT, Call, Counts, GroupCalls, RankCalls, Wait
 from hf_fsdp_plugin.hangs.hang_cause import compare_calls, diagnose_hang
-from hf_fsdp_plugin.hangs.hang_watch import describe_busy, describe_standstill, hang_problem, has_worked
+from hf_fsdp_plugin.hangs.hang_texts import describe_busy, describe_standstill, hang_problem
+from hf_fsdp_plugin.hangs.hang_watch import has_worked
 from hf_fsdp_plugin.hangs.watch_files import ProcessorUse
 
 GROUP = "0 of ranks 0-3"

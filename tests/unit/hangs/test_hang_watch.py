@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+import hf_fsdp_plugin.time_limits as time_limits
 from hf_fsdp_plugin.hangs import hang_queries, watch_files
 from hf_fsdp_plugin.hangs.calls import Call, RankCalls, Wait
 from hf_fsdp_plugin.hangs.hang_cause import Diagnosis
@@ -56,7 +57,7 @@ def queries_of(store: dist.Store, machine: int, world_size: int) -> HangQueries:
 
 @pytest.fixture(autouse=True)
 def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hang_queries, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(time_limits, "LOOK", 0.0)
 
 
 def test_machines_answer_each_other_and_name_silent_ones() -> None:

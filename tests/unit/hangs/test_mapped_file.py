@@ -18,7 +18,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "memory"
     folder.mkdir()
     monkeypatch.setattr(mapped_file, "_MEMORY", folder)
-    monkeypatch.setattr(mapped_file, "_is_tmpfs", lambda folder: True)
+    monkeypatch.setattr(Path, "is_mount", lambda folder: True)
     return folder
 
 
@@ -37,7 +37,7 @@ def test_record_is_in_memory_and_read_by_its_path(tmp_path: Path, memory: Path) 
     record.close()
 
 
-@pytest.mark.skipif(not mapped_file._is_tmpfs(Path("/dev/shm")), reason="/dev/shm is no tmpfs")
+@pytest.mark.skipif(not Path("/dev/shm").is_mount(), reason="/dev/shm is no mount")
 def test_file_is_in_shared_memory_of_this_machine(tmp_path: Path) -> None:
     path = tmp_path / "calls"
     target = make_mapped_file(path, 100)
@@ -46,7 +46,7 @@ def test_file_is_in_shared_memory_of_this_machine(tmp_path: Path) -> None:
     assert not target.exists()
 
 
-@pytest.mark.parametrize("reason", ["no tmpfs", "no space", "no permission"])
+@pytest.mark.parametrize("reason", ["no mount", "no space", "no permission"])
 def test_file_is_at_its_path_without_memory(
     reason: str, tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,7 +60,7 @@ def test_file_is_at_its_path_without_memory(
         make(target, size)
 
     monkeypatch.setattr(mapped_file, "_make_file", make_file)
-    if reason == "no tmpfs":
-        monkeypatch.setattr(mapped_file, "_is_tmpfs", lambda folder: False)
+    if reason == "no mount":
+        monkeypatch.setattr(Path, "is_mount", lambda folder: False)
     assert make_mapped_file(path, 100) == path and not path.is_symlink() and path.stat().st_size == 100
     assert list(memory.iterdir()) == []

@@ -26,12 +26,10 @@ def adapted(*, quantized: bool) -> torch.nn.Module:
     return with_lora(model.to(torch.bfloat16), rank=RANK, quantized=quantized)
 
 
-def estimate(model: torch.nn.Module, version: int, method=estimate_memory, **settings):
-    given = {"version": version, "mixed_precision": "bf16", **settings}
-    device = given.pop("device", "cuda")
-    spec = hfp.load_spec(fsdp="full_shard auto_wrap", fsdp_config=given)
-    plan = hfp.resolve(spec, model, world_size=2, device_type=device)
-    return method(plan, model, Workload(micro_batch=2, seq_len=32))
+def estimate(model: torch.nn.Module, version: int):
+    spec = hfp.load_spec(fsdp="full_shard auto_wrap", fsdp_config={"version": version, "mixed_precision": "bf16"})
+    plan = hfp.resolve(spec, model, world_size=2, device_type="cuda")
+    return estimate_memory(plan, model, Workload(micro_batch=2, seq_len=32))
 
 
 @pytest.mark.parametrize("version", [1, 2])

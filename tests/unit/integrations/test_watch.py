@@ -18,29 +18,39 @@ from hf_fsdp_plugin import SpecError
 from hf_fsdp_plugin.hangs import process_end
 from hf_fsdp_plugin.hangs.calls import Counts, read_calls, record
 from hf_fsdp_plugin.hangs.watch_files import RankFiles, find_peers, remove_files, start_of
+from hf_fsdp_plugin.integrations.failure_record import WatchedRank
 from hf_fsdp_plugin.integrations.failure_watch import watch
 from hf_fsdp_plugin.integrations.session import current_run
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.rank_variables import ERROR_FILE_VARIABLE, FILES_VARIABLE, LAUNCHER_VARIABLE, LOG_VARIABLE
+from hf_fsdp_plugin.rank_variables import ERROR_FILE_VARIABLE, FILES_VARIABLE, LOG_VARIABLE
 from hf_fsdp_plugin.runs.restart_policy import Restarts
 
 
-def armed_files() -> RankFiles:
+def armed() -> WatchedRank:
     watch().arm()
-    assert watch().is_armed
-    return watch().files
+    assert watch().armed is not None
+    return watch().armed
+
+
+def armed_files() -> RankFiles:
+    return armed().files
+
+
+def turn() -> None:
+    assert watch()._thread is not None
+    watch()._thread._turn()
 
 
 def test_process_without_a_rank_is_not_armed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     watch().arm()
-    assert not watch().is_armed and not record().is_open
+    assert watch().armed is None and not record().is_open
 
 
 def test_rank_is_armed_once_and_leaves_nothing(as_rank: Path) -> None:
     files = armed_files()
     watch().arm()
-    assert watch().files is files and record().is_open and record().main == threading.get_ident()
+    assert armed_files() is files and record().is_open and record().main == threading.get_ident()
     assert [peer.pid for peer in find_peers(files.stem.parent)] == [os.getpid()]
     assert (files.stem.parent.stat().st_mode & 0o777) == 0o700
     assert read_calls(0, files.calls).counts == Counts(0, 0) and files.stacks.exists()
@@ -58,11 +68,11 @@ def test_flight_record_is_written_before_the_end(
         assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
     monkeypatch.setattr(process_end, "exit_after_hang", exit_after_hang)
-    armed_files()
-    watch()._exit_after_hang()
+    own = armed()
+    own.exit_after_hang()
     assert list(tmp_path.glob("fsdp_nccl*")) == []  # CPU ranks
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
-    watch()._exit_after_hang()
+    own.exit_after_hang()
     check_flight_record(tmp_path)
     watch().close()
 
@@ -79,19 +89,18 @@ def test_flight_record_is_written_once_when_nothing_moves(
     monkeypatch.setenv(LOG_VARIABLE, str(tmp_path))
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
     files = armed_files()
-    watch()._turn()
+    turn()
     assert list(tmp_path.glob("fsdp_nccl*")) == []
     files.standstill.touch()
-    watch()._turn()
+    turn()
     check_flight_record(tmp_path)  # and the process runs on
-    watch()._turn()
+    turn()
     assert list(tmp_path.glob("fsdp_nccl*")) == []
     watch().close()
 
 
 def test_rank_under_the_launcher_keeps_its_files(as_rank: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FILES_VARIABLE, str(as_rank / "rank_0"))
-    monkeypatch.setenv(LAUNCHER_VARIABLE, "1")
     RankFiles(as_rank / "rank_0").restarts.write_text(json.dumps(asdict(Restarts(run_id="a"))))
     files = armed_files()
     assert files.stem == as_rank / "rank_0" and watch().has_launcher and current_run().restarts.run_id == "a"
@@ -109,7 +118,9 @@ def test_process_forked_by_native_code_writes_nothing(as_rank: Path, monkeypatch
         watch().failed(ValueError("of the child"))
         watch().script_ended()
         watch()._at_exit()
-    assert watch().is_armed and not (watch()._stopped.is_set() or files.failure.exists() or files.ended.exists())
+    assert watch()._thread is not None and not (
+        watch()._thread._stopped.is_set() or files.failure.exists() or files.ended.exists()
+    )
 
 
 def test_disarmed_watch_ignores_failures_and_exit(as_rank: Path) -> None:
@@ -125,7 +136,8 @@ def test_disarmed_watch_ignores_failures_and_exit(as_rank: Path) -> None:
 
 @pytest.mark.parametrize("lives", [True, False])
 def test_hang_of_earlier_ranks_does_not_end_new_ones(as_rank: Path, lives: bool) -> None:
-    files = armed_files()
+    own = armed()
+    files = own.files
     watch().close()
     files.stem.parent.mkdir(parents=True, mode=0o700)
     start = start_of(os.getpid()) if lives else 1
@@ -133,7 +145,7 @@ def test_hang_of_earlier_ranks_does_not_end_new_ones(as_rank: Path, lives: bool)
     other = RankFiles(files.stem.with_name("rank_1"))
     other.process.write_text(json.dumps(content))
     files.hang.write_text("{}")
-    watch()._open(files, records=False, is_alone=False)
+    watch()._open(own)
     assert files.hang.exists() == lives
     watch()._pid = os.getpid()
     watch().close()
@@ -150,7 +162,7 @@ def test_folder_of_others_is_not_used(as_rank: Path, what: str, capfd: pytest.Ca
         folder.mkdir()
         folder.chmod(0o777)
     watch().arm()
-    assert not watch().is_armed
+    assert watch().armed is None
     assert f"rank 0: hangs are not diagnosed: {folder}" in capfd.readouterr().err
 
 

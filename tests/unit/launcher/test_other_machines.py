@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
+import hf_fsdp_plugin.time_limits as time_limits
 from hf_fsdp_plugin.hangs.calls import RankCalls
-from hf_fsdp_plugin.launcher import other_machines as module
 from hf_fsdp_plugin.launcher.other_machines import OtherMachines
 from hf_fsdp_plugin.runs.restart_policy import FailedAttempt
 
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(module, "_PLACES_SECONDS", 0.3)
-    monkeypatch.setattr(module, "_VERDICT_SECONDS", 0.3)
+    monkeypatch.setattr(time_limits, "LOOK", 0.0)
+    monkeypatch.setattr(time_limits, "PLACES", 0.3)
+    monkeypatch.setattr(time_limits, "VERDICT", 0.3)
 
 
 def store() -> Any:

@@ -11,10 +11,11 @@ import pytest
 
 from hf_fsdp_plugin.checkpoint.writing import manager
 from hf_fsdp_plugin.hangs.watch_files import RankFiles
-from hf_fsdp_plugin.launcher.processes import _SAVE_SECONDS, _SETTLE_SECONDS, _TERM_SECONDS, RankProcess
+from hf_fsdp_plugin.launcher.processes import RankProcess
+from hf_fsdp_plugin.time_limits import SAVE, SETTLE, TERM
 
 
-@pytest.mark.parametrize(("saves", "seconds"), [(False, _TERM_SECONDS), (True, _SAVE_SECONDS)])
+@pytest.mark.parametrize(("saves", "seconds"), [(False, TERM), (True, SAVE)])
 def test_rank_that_writes_a_checkpoint_has_more_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: bool, seconds: float
 ) -> None:
@@ -25,16 +26,16 @@ def test_rank_that_writes_a_checkpoint_has_more_time(
     monkeypatch.setattr(RankProcess, "send", lambda rank, number: sent.append("SIGTERM"))
     monkeypatch.setattr(RankProcess, "kill", lambda rank: sent.append("SIGKILL"))
     for now in (
-        _SETTLE_SECONDS + 0.1,
-        _SETTLE_SECONDS + seconds,
-        _SETTLE_SECONDS + seconds + 0.2,
+        SETTLE + 0.1,
+        SETTLE + seconds,
+        SETTLE + seconds + 0.2,
     ):
         rank.stop(now)
     assert sent == ["SIGTERM", "SIGKILL"]
 
 
 def test_ranks_have_longer_than_their_own_handler_waits() -> None:
-    assert _SAVE_SECONDS > manager._SIGTERM_TIMEOUT
+    assert SAVE > manager()._SIGTERM_TIMEOUT
 
 
 @pytest.mark.parametrize(("code", "expected"), [("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", -9)])

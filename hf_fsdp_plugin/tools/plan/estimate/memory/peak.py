@@ -44,7 +44,7 @@ _PCIE_BANDWIDTH: Final = 64e9
 """Bytes/s of PCI Express 5.0 x16: faster links are NVLink."""
 RESERVED_RATIO: Final = 1.3
 NEEDED_RATIO: Final = 1.1
-"""Ratios of reserved and of needed memory to the allocated peak: medians of simulated steps (docs/results.md)."""
+"""Ratios of reserved and of needed memory to the allocated peak: medians of simulated steps (docs/planning.md)."""
 
 
 _STEP: Final = 4

@@ -1,0 +1,164 @@
+"""The watching thread of a rank. See :mod:`hf_fsdp_plugin.hangs`.
+
+The thread of each rank records a heartbeat. The one of the lowest rank whose heartbeat is fresh looks for hangs of all
+ranks of the machine, so that another rank takes over if that rank is stopped, or has a call that holds the
+interpreter's lock. It asks the other machines (``hangs.hang_queries``), and ends all ranks if they hang. Without a
+hang, it reads a few bytes of each rank of its machine, and one of each machine sends one message per second to the
+store.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+import hf_fsdp_plugin.time_limits as time_limits
+from hf_fsdp_plugin.hangs import process_end, watch_files
+from hf_fsdp_plugin.hangs.calls import read_header, record
+from hf_fsdp_plugin.hangs.hang_queries import HangQueries, JobStore, PlaceInStore, watch_store
+from hf_fsdp_plugin.hangs.hang_texts import found_hang
+from hf_fsdp_plugin.hangs.hang_watch import HangFinder, write_hang
+from hf_fsdp_plugin.hangs.python_stacks import stack_file
+from hf_fsdp_plugin.hangs.watch_files import FoundHang, Peer, write_if_possible
+from hf_fsdp_plugin.integrations.failure_record import WatchedRank, log_folder
+
+
+class WatchThread:
+    """The thread of a rank.
+
+    Args:
+        own: this rank.
+    """
+
+    def __init__(self, own: WatchedRank) -> None:
+        self._own, self._files = own, own.files
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hf_fsdp_watch", daemon=True)
+        self._exits = process_end.ExitWatch(own.exit_limit, notice=own.notice, fail=own.record_problem)
+        self._store = JobStore(watch_store, record().beat)
+        self._place = PlaceInStore(self._store, own.rank)
+        self._queries = HangQueries()
+        self._peers: dict[int, Peer] = {}
+        self._has_stood_still = False
+        self._hangs: HangFinder | None = None
+        self._group_since = self._last_turn = self._hold_until = 0.0
+        self._sigterm: process_end.HeldSigterm | None = None
+        if not own.has_launcher and own.local_size > 1:
+            self._sigterm = process_end.hold_sigterm(own.files.stacks)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread, and its request to the store."""
+        self._stopped.set()
+        if self._sigterm is not None:
+            self._sigterm.wake()
+        self._store.close()
+        if self._thread is not threading.current_thread():
+            self._thread.join(time_limits.STOP)
+        self._store.join(time_limits.STOP)
+
+    def _run(self) -> None:
+        try:
+            while not self._pause():
+                self._turn()
+        except Exception as error:
+            if not self._stopped.is_set():
+                self._own.notice(f"rank {self._own.rank} is not watched any more: {type(error).__name__}: {error}")
+        finally:
+            if self._sigterm is not None:
+                self._sigterm.release()
+
+    def _pause(self) -> bool:
+        """Wait for the next turn. Returns whether there is none."""
+        pause = time_limits.TURN if self._group_since or not self._own.hang_limit else time_limits.FIRST_TURN
+        if self._sigterm is None:
+            return self._stopped.wait(pause)
+        if self._sigterm.wait(pause) and not self._stopped.is_set():
+            self._own.tell_end()
+            return True
+        return self._stopped.is_set()
+
+    def _turn(self) -> None:
+        now, files = time.monotonic(), self._files
+        if self._last_turn and now - self._last_turn > time_limits.FRESH:
+            # All processes were suspended, or a call held the interpreter's lock, so the waits do not show a hang.
+            self._hold_until, self._hangs = now + self._own.hang_limit, None
+        record().beat()
+        if (held := stack_file().held_abort) is not None and held.has_begun():
+            stack_file().record()
+            self._own.tell_abort()
+            held.end()
+        if files.hang.exists():
+            self._own.exit_after_hang()
+        if files.standstill.exists() and not self._has_stood_still:
+            self._has_stood_still = True
+            self._own.write_flight_record()  # NCCL may end this process at its time-out
+        if self._exits.poll() and not (files.failure.exists() or process_end.has_failed() or files.ended.exists()):
+            write_if_possible(files.ended, "")
+        if self._own.hang_limit and dist.is_initialized():
+            self._group_since = self._group_since or now
+            self._place.poll()
+            if now >= self._hold_until:
+                self._look_for_hangs(now)
+        record().beat()
+        self._last_turn = time.monotonic()
+
+    def _look_for_hangs(self, now: float) -> None:
+        """Look for hangs, if this rank is the one that does."""
+        own = self._own
+        if len(self._peers) < own.local_size:
+            found = watch_files.find_peers(self._files.stem.parent)
+            self._peers |= {peer.rank: peer for peer in found if not peer.is_gone()}  # others are of an earlier run
+            if len(self._peers) < own.local_size and now - self._group_since < time_limits.MISSING:
+                return
+        peers = [self._peers[rank] for rank in sorted(self._peers)]
+        if next((peer.rank for peer in peers if _beat_age(peer) < time_limits.FRESH), own.rank) != own.rank:
+            self._hangs = None
+            return
+        if self._hangs is None:
+            ranks = [peer.rank for peer in peers]
+            self._queries = HangQueries(self._store, ranks=ranks, world_size=own.world_size)
+            self._hangs = HangFinder(
+                limit=own.hang_limit, is_strict=own.is_strict, hang_queries=self._queries, notice=own.notice
+            )
+        if any(_age(peer.files.failure) < time_limits.FAILED for peer in peers):
+            self._hangs.answer(peers)
+        elif (hang := self._hangs.poll(peers)) is not None and not self._stopped.is_set():
+            dump = write_hang(hang, log_folder(), limit=own.hang_limit)
+            self._end(self._queries.announce(found_hang(hang, dump), socket.gethostname()))
+        if self._queries.announced is not None:
+            self._end(self._queries.announced)
+
+    def _end(self, found: FoundHang) -> None:
+        """End all ranks of this machine."""
+        if not found.claim(self._files.hang):
+            self._own.exit_after_hang()
+        if not self._own.has_launcher:
+            # The order matters: a launcher may end this process as soon as another one has exited. The error must be
+            # from before the end of the ranks that are killed below.
+            process_end.write_error_file(found.message, seconds_ago=1)
+            process_end.print_block(found.text)
+        process_end.ignore_sigterm()
+        self._own.write_last_flight_record()
+        for peer in self._peers.values():
+            is_late = watch_files.is_halted(peer.pid) or _beat_age(peer) > time_limits.FRESH
+            if peer.rank != self._own.rank and is_late:
+                peer.send(signal.SIGKILL)
+        process_end.exit_after_hang()
+
+
+def _beat_age(peer: Peer) -> float:
+    found = read_header(peer.files.calls)
+    return found.beat if found is not None and not peer.is_gone() else float("inf")
+
+
+def _age(path: Path) -> float:
+    try:
+        return time.time() - path.stat().st_mtime
+    except OSError:
+        return float("inf")

@@ -1,0 +1,110 @@
+"""What several tools share: checks of their arguments, tables and progress bars, and ranks with hidden output."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from hf_fsdp_plugin.cli.output import Color, colored, text_width
+from hf_fsdp_plugin.messages import progress_bar
+from hf_fsdp_plugin.problems import UsageError
+from hf_fsdp_plugin.text import fit_table
+
+if TYPE_CHECKING:  # only the verbs that start ranks import these
+    from hf_fsdp_plugin.launcher.world import World
+    from hf_fsdp_plugin.runs.failures import AttemptResult
+    from hf_fsdp_plugin.sources.environment import LaunchHandover
+    from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
+
+_GRACE: Final = 3.0
+"""Seconds from a signal to SIGKILL for the ranks of :func:`run_job`."""
+
+
+def check_needs(args: argparse.Namespace, needs: Mapping[str, Sequence[str]]) -> None:
+    """Raise ``UsageError`` for a flag that has no effect, because none of the flags that it needs was written.
+
+    Args:
+        needs: attribute of a flag -> attributes of which it needs one.
+    """
+    for name, others in needs.items():
+        if name in args.given and not any(other in args.given for other in others):
+            flags = " or ".join(f"--{other.replace('_', '-')}" for other in others)
+            raise UsageError(f"{args.given[name]} needs {flags}.")
+
+
+def check_folder(folder: Path) -> None:
+    """Raise ``UsageError`` if the folder of a checkpoint does not exist."""
+    if not folder.is_dir():
+        what = "is not a folder" if folder.exists() else "does not exist"
+        raise UsageError(f"{folder} {what}. Give the folder of a checkpoint.")
+
+
+def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Return the reader of a flag whose value is a whole number in a range, for ``add_argument(type=…)``."""
+    limits = f"from {least} on" if most is None else f"from {least} to {most}"
+
+    def read(text: str) -> int:
+        if not (text.isascii() and text.isdecimal()) or not least <= int(text) <= (most or int(text)):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {limits}.")
+        return int(text)
+
+    return read
+
+
+def colored_table(rows: Sequence[Sequence[str]], colors: Sequence[Color | None]) -> str:
+    """Return a table that fits on the terminal, with a bold head.
+
+    Args:
+        rows: the cells of the head, then those of each row.
+        colors: the color of each row after the head.
+    """
+    head, *lines = fit_table(rows, text_width()).split("\n")
+    shown = [line if color is None else colored(line, color) for line, color in zip(lines, colors, strict=True)]
+    return "\n".join([colored(head, "bold"), *shown])
+
+
+class ProgressBars(ExitStack):
+    """A progress bar for each step of a verb; none if stderr is not a terminal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._updates: dict[str, Callable[[int], object]] = {}
+
+    def __call__(self, step: str, count: int, total: int) -> None:
+        """Add ``count`` of ``total`` bytes to the bar of a step."""
+        if step not in self._updates:
+            self._updates[step] = self.enter_context(progress_bar(step, total, delay=0.0))
+        self._updates[step](count)
+
+
+def run_job(
+    words: Sequence[str],
+    spec: FsdpSpec,
+    world: World,
+    handover: LaunchHandover,
+    *,
+    env: Mapping[str, str],
+    should_stop: Callable[[], str | None],
+) -> AttemptResult:
+    """Run a script or a module once on ranks of this machine, with hidden output, and return how they exited.
+
+    Args:
+        words: SCRIPT ARGS or ``-m`` MODULE ARGS.
+        env: variables of the ranks in addition to those of the spec.
+        should_stop: called again and again while the ranks run. Returns why they are stopped; ``None`` if they are not.
+    """
+    from hf_fsdp_plugin.launcher.rank_environment import RankJob, launch_env, rank_command
+    from hf_fsdp_plugin.launcher.rendezvous import Rendezvous  # imports torch
+    from hf_fsdp_plugin.launcher.start_ranks import first_restarts, run_once
+
+    job = RankJob(
+        command=rank_command(words),
+        num_local=world.size,
+        env={**launch_env(spec, world, handover), **env},
+        grace=_GRACE,
+        should_stop=should_stop,
+    )
+    return run_once(job, Rendezvous(first_restarts(0)))
