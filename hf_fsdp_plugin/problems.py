@@ -50,7 +50,7 @@ class Origin:
         return self.spelling if self.text is None else f"{self.spelling}={self.text}" if self.spelling else ""
 
     @property
-    def place(self) -> str:
+    def source_line(self) -> str:
         """``fsdp.yaml:12``, or the name of a source without lines."""
         return f"{self.source}:{self.line}" if self.line is not None else self.source
 
@@ -72,7 +72,7 @@ class Origin:
         }
 
     def __str__(self) -> str:
-        return f"{self.place} {self.written}" if self.spelling else self.place
+        return f"{self.source_line} {self.written}" if self.spelling else self.source_line
 
 
 DEFAULT_ORIGIN = Origin(source="default")
@@ -138,12 +138,12 @@ class Problem:
         return self.text("" if self.severity == "error" else f"{self.severity}: ")
 
     def text(self, label: str) -> str:
-        """Return the problem as one printable line, with a label such as ``error: `` after its place."""
-        place = f"{self.origin.place}: " if self.origin is not None else ""
+        """Return the problem as one printable line, with a label such as ``error: `` after its origin."""
+        where = f"{self.origin.source_line}: " if self.origin is not None else ""
         rank = f"rank {self.rank}: " if self.rank is not None else ""
         setting = f"{self.setting}: " if self.setting else ""
         fix = f" {self.fix}" if self.fix else ""
-        return printable(f"{place}{label}{rank}{setting}{self.message}{fix} [{self.code}]")
+        return printable(f"{where}{label}{rank}{setting}{self.message}{fix} [{self.code}]")
 
 
 def has_errors(problems: Iterable[Problem]) -> bool:

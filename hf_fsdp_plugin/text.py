@@ -11,8 +11,6 @@ _UNPRINTABLE = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u061c\\u200e\\u200f\\u2028-\
 """Control characters, line separators, marks that reverse the direction of text, and surrogates."""
 _MIN_CELL = 8
 """Smallest width to which a cell of a table is shortened."""
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b?|(b))?\s*", re.IGNORECASE)
-SIZE_SPELLINGS = '"80GB" (80·10⁹ bytes), "80 GB", "79.6GiB" (2³⁰ bytes each), "81559MiB", or "80", which means GB'
 
 
 def printable(text: str) -> str:
@@ -36,34 +34,12 @@ def format_memory(num_bytes: int) -> str:
     return f"{num_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
-def parse_bytes(text: str, *, plain: int = 10**9, least: int = 1 << 20) -> int | None:
-    """Return the bytes of ``80GB``, ``80 GB``, ``80GiB`` or ``80``; ``None`` if it is not the size of a memory.
-
-    Args:
-        plain: bytes of the unit of a number without one.
-        least: smallest number of bytes that is not refused. The largest is 1 PiB.
-    """
-    found = _SIZE.fullmatch(text)
-    if found is None:
-        return None
-    number, prefix, binary, is_bytes = found.groups()
-    base = 1024 if binary else 1000
-    unit = base ** ("kmgt".index(prefix.lower()) + 1) if prefix else 1 if is_bytes else plain
-    size = int(float(number) * unit)
-    return size if least <= size <= 1 << 50 else None
-
-
 def format_count(count: int) -> str:
     """Format a number of parameters with three significant digits: ``3.54 M``."""
     for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3)):
         if count >= size:
             return _three_digits(count / size, unit)
     return str(count)
-
-
-def format_seconds(seconds: float) -> str:
-    """Format a duration: ``12.3 ms``, or ``4.56 s`` from one second."""
-    return f"{seconds * 1000:,.1f} ms" if abs(seconds) < 1 else f"{seconds:,.2f} s"
 
 
 def format_dtype(dtype: object) -> str:
@@ -154,12 +130,6 @@ def plural(count: int, noun: str, nouns: str = "") -> str:
     return f"{count:,} {noun if count == 1 else nouns or noun + 's'}"
 
 
-def nearest_multiples(count: int, divisor: int) -> str:
-    """Return the multiples of a divisor below and above a number that is not one itself, such as ``64 or 72``."""
-    below = count - count % divisor
-    return f"{below} or {below + divisor}" if below > 0 else str(divisor)
-
-
 def shorten(text: str, width: int) -> str:
     """Replace the middle of a text that is longer than `width` by ``…``."""
     return text if len(text) <= width else f"{text[: width // 2 - 1]}…{text[-(width - width // 2) :]}"
@@ -177,17 +147,6 @@ def wrap_words(text: str, width: int | None, indent: str = "  ") -> list[str]:
     if width is None:
         return [text]
     return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-
-
-def wrap_items(items: Iterable[str], width: int, *, label: str = "") -> list[str]:
-    """Join items by commas, in lines of at most `width` characters. Lines are broken between items only.
-
-    Args:
-        label: start of the first line. Other lines are indented by its length.
-    """
-    text = ", ".join(item.replace(" ", "\N{NO-BREAK SPACE}") for item in items)
-    wrapper = textwrap.TextWrapper(width, label, " " * len(label), break_long_words=False, break_on_hyphens=False)
-    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in wrapper.wrap(text)]
 
 
 def _scale(num_bytes: int, base: int, units: Sequence[str]) -> tuple[float, str]:

@@ -18,12 +18,11 @@ from hf_fsdp_plugin.problems import AREAS
 from hf_fsdp_plugin.sources.command_line import LAUNCHER_FLAGS, OPTIONAL_VALUE, SWITCHES
 from hf_fsdp_plugin.spec.fsdp_spec import FAMILY_DEFAULTS, VERSION_DEFAULTS, FsdpSpec
 from hf_fsdp_plugin.spec.values import MAX_DIGITS, UNITS
-from hf_fsdp_plugin.spellings import FALSE_WORDS, TRUE_WORDS
 from hf_fsdp_plugin.tools.convert.dialects.interface import DialectKey
 from hf_fsdp_plugin.tools.convert.dialects.reader import DIALECTS
 from hf_fsdp_plugin.tools.doctor.contract_probe import private_contracts
 from hf_fsdp_plugin.tools.explain.verb import read_entries
-from hf_fsdp_plugin.vocabulary import PREFIXES, ROWS, TRAINING_FILE_MARKS, SettingRow
+from hf_fsdp_plugin.vocabulary import FALSE_WORDS, PREFIXES, ROWS, TRAINING_FILE_MARKS, TRUE_WORDS, SettingRow
 from scripts import parts_picture
 from scripts.last_runs import record
 from scripts.launcher_features import clusters

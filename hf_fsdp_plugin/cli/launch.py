@@ -13,9 +13,10 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import hf_fsdp_plugin
 import hf_fsdp_plugin.time_limits as time_limits
@@ -26,11 +27,11 @@ from hf_fsdp_plugin.launcher import world as worlds
 from hf_fsdp_plugin.launcher.rank_environment import RankJob, launch_env, rank_command
 from hf_fsdp_plugin.launcher.run_script import check_script
 from hf_fsdp_plugin.problems import Problem, SpecError, UsageError
-from hf_fsdp_plugin.rank_variables import POD_ID_VARIABLE, RUN_ID_VARIABLE, exit_limit, hang_limit
+from hf_fsdp_plugin.rank_variables import POD_ID_VARIABLE, RUN_ID_VARIABLE, LaunchHandover, exit_limit, hang_limit
 from hf_fsdp_plugin.sources import environment
 from hf_fsdp_plugin.sources.command_line import flag_name, parse_flags
-from hf_fsdp_plugin.sources.environment import LaunchHandover
-from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
+from hf_fsdp_plugin.sources.interface import Sources, SourceSettings
+from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec, LaunchSection
 
 _OF_ONE_MACHINE = frozenset({"launch.machine_rank", "launch.main_process_ip", "launch.gpu_ids"})
@@ -70,17 +71,17 @@ def _with_variables(arguments: flags.LaunchArguments) -> flags.LaunchArguments:
 
 
 def _launch(arguments: flags.LaunchArguments) -> int:
-    from hf_fsdp_plugin.spec.load import assess
+    from hf_fsdp_plugin.spec.load import combine, read_settings
 
-    handover = _handover(arguments)
-    sources, notes = handover.sources, []
+    sources, notes = _sources(arguments), []
     if sources.config is None and not sources.command_line and not sources.overrides:
         message = "no config: FSDP runs only if the script's own TrainingArguments or Accelerator enables it."
         notes.append(Problem(code="FSDP-N713", message=message))
     if "dry_run" in arguments.options:
         _print_notices(arguments, *notes)
         return int(tool("check.dry_run").show_run(arguments, sources, _command(arguments)))
-    spec = assess(sources).checked_spec()
+    given = read_settings(sources)
+    spec = combine(given).checked_spec()
     if "quiet" not in arguments.options:
         tool("convert.conversion").print_conversion(sources.converted)
     _print_notices(arguments, *(problem for problem in spec.problems if problem.severity == "warning"))
@@ -88,7 +89,7 @@ def _launch(arguments: flags.LaunchArguments) -> int:
     _print_notices(arguments, *world.problems)
     worlds.check_elastic(spec, world, int(arguments.options.get("min_machines", world.num_machines)))
     _print_notices(arguments, *notes)
-    return _run_ranks(arguments, spec, world, handover)
+    return _run_ranks(arguments, spec, world, _handover(arguments, given))
 
 
 def _run_ranks(arguments: flags.LaunchArguments, spec: FsdpSpec, world: worlds.World, handover: LaunchHandover) -> int:
@@ -199,9 +200,8 @@ def _check_writable(options: Mapping[str, str]) -> None:
             raise UsageError(f"--{name} {options[name]}: permission denied.")
 
 
-def _handover(arguments: flags.LaunchArguments) -> LaunchHandover:
-    options = arguments.options
-    if given := options.get("config_file"):
+def _sources(arguments: flags.LaunchArguments) -> Sources:
+    if given := arguments.options.get("config_file"):
         config: ConfigFile | None = ConfigFile.at(given)
     elif config := environment.default_config_file(os.environ):
         _print_notices(arguments, f"no --config_file: reading Accelerate's default config file {config.shown}")
@@ -211,9 +211,13 @@ def _handover(arguments: flags.LaunchArguments) -> LaunchHandover:
         overrides=arguments.overrides,
         environ={**environment.user_variables(os.environ), **environment.torchrun_variables(os.environ)},
     )
-    sources = tool("convert.conversion").with_converted_config(sources, arguments.script_args)
+    return cast(Sources, tool("convert.conversion").with_converted_config(sources, arguments.script_args))
+
+
+def _handover(arguments: flags.LaunchArguments, given: Sequence[SourceSettings]) -> LaunchHandover:
+    options = arguments.options
     report, table = environment.absolute_path(options.get("report")), "report_table" in options
-    return LaunchHandover(sources=sources, quiet="quiet" in options, report=report, report_table=table)
+    return LaunchHandover(given=tuple(given), quiet="quiet" in options, report=report, report_table=table)
 
 
 def _with_absolute_path(flag: str) -> str:

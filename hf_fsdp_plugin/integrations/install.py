@@ -6,8 +6,7 @@ Which functions they replace: ``integrations.hooks``. For the Trainer of another
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hf_fsdp_plugin.backends.loading.shared_weights import exchange
@@ -20,10 +19,12 @@ from hf_fsdp_plugin.integrations.failure_watch import watch
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.rank_variables import launched_world_size
-from hf_fsdp_plugin.sources.environment import LaunchHandover, absolute_path, variables_without_torchrun
-from hf_fsdp_plugin.sources.interface import Sources, config_of
+from hf_fsdp_plugin.rank_variables import LaunchHandover, launched_world_size
+from hf_fsdp_plugin.sources import accelerate_file
+from hf_fsdp_plugin.sources.environment import absolute_path, variables_without_torchrun
+from hf_fsdp_plugin.sources.interface import Sources, SourceSettings, config_of
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
+from hf_fsdp_plugin.spec.load import add_settings, read_settings
 from hf_fsdp_plugin.spec.rules import mesh_variables
 from hf_fsdp_plugin.state import process
 from hf_fsdp_plugin.supported import untested_versions
@@ -67,21 +68,16 @@ def install(
         printer().quiet = True
     # The arguments complete the sources and the options of an earlier `install`, or else those of the launcher.
     before: Any = state if state.installed else handover
-    given = before.sources if before else Sources(environ=variables_without_torchrun(os.environ), as_launched=True)
-    sources = replace(
-        given,
-        config=given.config if config is None else config_of(config),
-        converted=given.converted if config is None else None,
-        command_line=(*given.command_line, *command_line),
-        overrides=(*given.overrides, *overrides),
-    )
-    if before and None not in (given.config, sources.config) and _name(given.config) != _name(sources.config):
-        message = f"install() was called with {_name(sources.config)}, which replaces {_name(given.config)}."
-        fix = "Pass one config to the launcher or to install(). Single values are overridden with overrides=."
-        printer().print_once(Problem(code="FSDP-W648", message=message, fix=fix))
+    arguments: Any = {"config": config_of(config), "command_line": command_line, "overrides": overrides}
+    if before:
+        given = add_settings(before.given, **arguments)
+        _report_replaced_config(config, before.given, given)
+    else:
+        environ = variables_without_torchrun(os.environ)
+        given = read_settings(Sources(environ=environ, as_launched=True, **arguments))
     report = absolute_path(report) or getattr(before, "report", None)
     report_table = report_table or getattr(before, "report_table", False)
-    spec = state.begin(sources, report=report, report_table=report_table)
+    spec = state.begin(given, report=report, report_table=report_table)
     printer().print_warnings(spec.problems, printed_by_launcher=handover is not None)
     if newer := untested_versions():
         message = f"newer than the tested versions: {', '.join(newer)}."
@@ -117,9 +113,14 @@ def install(
     return state.ambient
 
 
-def _name(config: Any) -> str:
-    """Return the path of a config, or its content."""
-    return shorten(str(getattr(config, "address", config)), 200)
+def _report_replaced_config(config: Any, before: Iterable[SourceSettings], now: Iterable[SourceSettings]) -> None:
+    """Report that the config of ``install`` replaces another one with other settings."""
+    levels = [[each for each in given if each.level == accelerate_file.SOURCE] for given in (before, now)]
+    values = [[(setting.name, setting.value) for each in level for setting in each.settings] for level in levels]
+    if levels[0] and values[0] != values[1]:
+        message = f"install() was called with {shorten(str(config), 200)}, which replaces {levels[0][0].source}."
+        fix = "Pass one config to the launcher or to install(). Single values are overridden with overrides=."
+        printer().print_once(Problem(code="FSDP-W648", message=message, fix=fix))
 
 
 def uninstall() -> None:

@@ -22,9 +22,9 @@ from hf_fsdp_plugin.integrations.hooks import HOOKS, Group, Hook
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
-from hf_fsdp_plugin.spellings import TRUE_WORDS
 from hf_fsdp_plugin.state import process
 from hf_fsdp_plugin.torch_private.modules import entries_in_block
+from hf_fsdp_plugin.vocabulary import TRUE_WORDS
 
 _OVERRIDDEN: Final = "_hf_fsdp_overridden_class"
 """Attribute of a subclass that already overrides the hooked methods. Its value is the hooked class."""

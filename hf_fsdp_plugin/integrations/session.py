@@ -5,20 +5,18 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from hf_fsdp_plugin.runs.identity import RunIdentity
 from hf_fsdp_plugin.runs.restart_policy import Restarts
-from hf_fsdp_plugin.sources.environment import locate_config
-from hf_fsdp_plugin.sources.interface import Sources
+from hf_fsdp_plugin.sources.interface import SourceSettings
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
-from hf_fsdp_plugin.spec.load import assess
+from hf_fsdp_plugin.spec.load import add_settings, combine
 from hf_fsdp_plugin.state import process
 from hf_fsdp_plugin.torch_private.modules import entries_in_block
 
@@ -62,7 +60,7 @@ class Session:
 
     Attributes:
         installed: whether ``install`` started the session. Otherwise the script's arguments are the only source.
-        sources: the sources given to ``install`` or by the launcher.
+        given: the settings of the sources outside the script: handed over by the launcher, or read by ``install``.
         report: path of the report; ``None`` for the output folder of the script.
         report_table: whether to print the tables of the report instead of a summary.
         uses_fsdp: whether any source has asked for FSDP so far. Before, no function of another library is changed.
@@ -82,20 +80,21 @@ class Session:
         self.group_timeout: timedelta | None = None
         self.in_flight_file: Path | None = None
         self.installed = self.report_table = self.uses_fsdp = self.is_automatic = False
-        self.sources = self._located = Sources(environ={})
+        self.given: tuple[SourceSettings, ...] = ()
         self.report: str | None = None
         self.ambient: FsdpSpec | None = None
         self.early_group: Any = None
         self.defer(None)
 
-    def begin(self, sources: Sources, *, report: str | None = None, report_table: bool = False) -> FsdpSpec:
-        """Begin the session and return the spec of its sources. Raises ``SpecError`` with all problems.
+    def begin(
+        self, given: Sequence[SourceSettings], *, report: str | None = None, report_table: bool = False
+    ) -> FsdpSpec:
+        """Begin the session and return the spec of the settings. Raises ``SpecError`` with all problems.
 
         If the sources enable FSDP, Accelerators that are created without an FSDP plugin use this spec.
         """
-        self.installed, self.sources, self.report, self.report_table = True, sources, report, report_table
+        self.installed, self.given, self.report, self.report_table = True, tuple(given), report, report_table
         self.ambient = None
-        self._located = locate_config(sources)  # located once, because the launcher's config does not change
         spec = self.load()
         self.ambient = spec if spec.enabled else None
         return spec
@@ -125,7 +124,7 @@ class Session:
         Args:
             arguments: ``training_arguments``, ``plugin_object`` and ``parallelism_config`` of :class:`Sources`.
         """
-        assessment = assess(replace(self._located, **arguments))
+        assessment = combine(add_settings(self.given, **arguments) if arguments else self.given)
         errors = {problem.code for problem in assessment.problems if problem.severity == "error"}
         if not assessment.spec.enabled and errors and errors <= _OTHER_RUNS:
             return assessment.spec  # a script with install() that is started without FSDP runs as without install()

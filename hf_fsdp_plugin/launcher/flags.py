@@ -16,8 +16,7 @@ import yaml
 
 from hf_fsdp_plugin.problems import UsageError
 from hf_fsdp_plugin.sources.command_line import RENAMED, SWITCHES, flag_name, machine_range, remedy_of_switch
-from hf_fsdp_plugin.spellings import nearest_word
-from hf_fsdp_plugin.vocabulary import BY_KEY, ROWS, WORDS, Scope, SettingRow, similar_key
+from hf_fsdp_plugin.vocabulary import BY_KEY, ROWS, WORDS, Scope, SettingRow, nearest_word, similar_key
 
 FLAG_TABLES: Final[Mapping[str, Any]] = yaml.load(
     Path(__file__).with_name("flags.yaml").read_text(encoding="utf-8"),

@@ -13,8 +13,8 @@ import torch
 
 from hf_fsdp_plugin.plan.names import common_name
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.spec.fp8 import fp8_backend
 from hf_fsdp_plugin.spec.fsdp_spec import ActivationSection, FsdpSpec, PrefetchSection, StateDictKind, Version
+from hf_fsdp_plugin.spec.rules import fp8_backend
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import fit_table, format_count, format_dtype, format_value, plural, truncate_lines
 

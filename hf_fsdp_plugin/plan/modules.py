@@ -21,9 +21,9 @@ from hf_fsdp_plugin.plan.names import ancestors, common_path, is_inside, parent_
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.spec.fsdp_spec import ActivationSection, FsdpSpec, WrapSection
 from hf_fsdp_plugin.spec.rules import check_pattern, check_size_threshold
-from hf_fsdp_plugin.spellings import nearest_word
 from hf_fsdp_plugin.text import format_names
 from hf_fsdp_plugin.torch_private.modules import CHECKPOINTED_ATTRIBUTE
+from hf_fsdp_plugin.vocabulary import nearest_word
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _LEAST_SHARE = 0.0005

@@ -23,8 +23,7 @@ from hf_fsdp_plugin.plan.fsdp_plan import (
 from hf_fsdp_plugin.plan.modules import ModuleTree, class_names, matching_modules
 from hf_fsdp_plugin.plan.names import is_inside
 from hf_fsdp_plugin.plan.parameters import check_parameters
-from hf_fsdp_plugin.plan.presharded import model_class_name, sharded_parts
-from hf_fsdp_plugin.plan.units import wrap_units
+from hf_fsdp_plugin.plan.units import model_class_name, sharded_parts, wrap_units
 from hf_fsdp_plugin.problems import Origin, SpecError, has_errors
 from hf_fsdp_plugin.spec.fsdp_spec import DtypeName, FsdpSpec, Version
 from hf_fsdp_plugin.spec.rules import (

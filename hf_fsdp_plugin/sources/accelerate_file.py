@@ -9,11 +9,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from hf_fsdp_plugin.sources.collector import FSDP_SCOPES, Collector, entry_of
-from hf_fsdp_plugin.sources.interface import ConfigFile, Sources, SourceSettings, config_tree
-from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFileError, Node, parse_text
-from hf_fsdp_plugin.spellings import word_of
-from hf_fsdp_plugin.vocabulary import PROGRAM_KEYS, TRAINING_FILE_MARKS, Scope, find_row, plain_key
+from hf_fsdp_plugin.sources.interface import FSDP_SCOPES, Collector, Sources, SourceSettings, entry_of
+from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFile, ConfigFileError, Node, config_tree, parse_text
+from hf_fsdp_plugin.vocabulary import PROGRAM_KEYS, TRAINING_FILE_MARKS, Scope, find_row, plain_key, word_of
 
 SOURCE = "config"
 MARKS_OF_ACCELERATE: Final = frozenset({"distributed_type", "compute_environment"})
@@ -119,7 +117,7 @@ def _parse_fsdp_config(config: FsdpConfig | ConfigFile, source: str) -> tuple[No
         source = config.shown if isinstance(config, ConfigFile) else source
         return _own_tree(config, source), source
     message = f"fsdp_config is {entry_of('', config).value.shown}; expected a dict, a path or JSON text."
-    raise ConfigFileError("FSDP-E034", message, "Pass a dict.", source=source)
+    raise ConfigFileError("FSDP-E055", message, "Pass a dict.", source=source)
 
 
 def _add_config(out: Collector, root: Node, *, is_whole: bool, scopes: tuple[Scope, ...]) -> None:

@@ -8,12 +8,10 @@ from typing import Any, NamedTuple
 
 import hf_fsdp_plugin.vocabulary as vocabulary
 from hf_fsdp_plugin.problems import Origin, Problem
-from hf_fsdp_plugin.sources.collector import Collector, entry_of
-from hf_fsdp_plugin.sources.interface import SourceFamily, Sources, SourceSettings
+from hf_fsdp_plugin.sources.interface import Collector, SourceFamily, Sources, SourceSettings, entry_of
 from hf_fsdp_plugin.sources.script_objects import add_fsdp_arguments
 from hf_fsdp_plugin.sources.tree import ConfigEntry
-from hf_fsdp_plugin.spellings import did_you_mean, lower, nearest_word
-from hf_fsdp_plugin.vocabulary import Scope, SettingRow, find_row
+from hf_fsdp_plugin.vocabulary import Scope, SettingRow, did_you_mean, find_row, lower, nearest_word
 
 SOURCE = "command line"
 OVERRIDES = "--set"
@@ -157,7 +155,7 @@ def add_flag(out: Collector, flag: GivenFlag) -> None:
     elif flag.name in RENAMED or flag.name.lower().startswith(("fsdp", "parallelism_config")):
         nearest = RENAMED.get(flag.name) or vocabulary.similar_key(flag.name, ("fsdp", "parallelism"))
         fix = did_you_mean(nearest and f"--{nearest}", "Remove it.")
-        out.report("FSDP-E030", flag_entry(flag), f"unknown flag '{flag.written}'.", fix)
+        out.report("FSDP-E020", flag_entry(flag), f"unknown flag '{flag.written}'.", fix)
 
 
 def flag_entry(flag: GivenFlag) -> ConfigEntry:
@@ -198,10 +196,10 @@ def read_overrides(sources: Sources) -> SourceSettings | None:
         row = vocabulary.BY_NAME.get(lower(name)) if "." in name else find_row(name, _ALL_SCOPES)
         if row is not None and row.opens is not None and not entry.value.is_mapping:
             fix = "Set one of its settings, such as sharding.strategy=shard_grad_op, or pass --fsdp_config with JSON."
-            out.report("FSDP-E032", entry, f"'{name}' is a section, not a setting.", fix)
+            out.report("FSDP-E020", entry, f"'{name}' is a section, not a setting.", fix)
         elif row is None:
             fix = did_you_mean(_nearest_name(name), "hf-fsdp check --json lists the names.")
-            out.report("FSDP-E032", entry, f"unknown setting '{name}'.", fix)
+            out.report("FSDP-E020", entry, f"unknown setting '{name}'.", fix)
         else:
             out.add_entry(row, entry)
     if sources.world_size is not None:

@@ -1,18 +1,6 @@
-"""Reads what a process inherits: environment variables, and the sources of the launcher that has started it.
+"""Reads what a process inherits: environment variables, and the config of the ``accelerate launch`` that started it.
 
 No other module reads settings from ``os.environ``.
-
-``hf-fsdp launch`` passes its sources to the ranks as JSON in one environment variable, ``HF_FSDP_LAUNCH``. It sets some
-of Accelerate's variables for its ranks (``ACCELERATE_USE_CPU`` and others), which are not settings of the user. The
-handover therefore contains the user's variables, and a rank reads these instead of ``os.environ``.
-
-::
-
-    {"config": "/abs/fsdp.yaml" | null, "config_shown": "fsdp.yaml" | null, "converted": null, "quiet": false,
-     "command_line": ["--fsdp_offload_params=true"], "overrides": ["mesh.shard=2"],
-     "report": "/abs/report.json" | null, "report_table": false, "environ": {"FSDP_VERSION": "2"}}
-
-``converted`` contains the settings of a config of another program, which the launcher has converted.
 
 Stock ``accelerate launch`` passes on only settings for which it has environment variables. The plugin therefore reads
 the launcher's command line from the process table, and then the launcher's config file.
@@ -21,19 +9,17 @@ the launcher's command line from the process table, and then the launcher's conf
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+import hf_fsdp_plugin.vocabulary as vocabulary
 from hf_fsdp_plugin.problems import Origin, Problem
-from hf_fsdp_plugin.sources.collector import Collector, entry_of
 from hf_fsdp_plugin.sources.command_line import flags_before_script, machine_range, parse_flags
-from hf_fsdp_plugin.sources.interface import ENVIRONMENT, ConfigFile, Setting, Sources, SourceSettings
-from hf_fsdp_plugin.spellings import FALSE_WORDS, NULL_WORDS, TRUE_WORDS, did_you_mean
-from hf_fsdp_plugin.vocabulary import TABLES, Scope, find_row, similar_key
+from hf_fsdp_plugin.sources.interface import ENVIRONMENT, Collector, Sources, SourceSettings, entry_of
+from hf_fsdp_plugin.sources.tree import ConfigFile
+from hf_fsdp_plugin.vocabulary import FALSE_WORDS, NULL_WORDS, TABLES, TRUE_WORDS, Scope
 
 SOURCE = ENVIRONMENT
 PREFIXES: Mapping[str, Scope] = {"FSDP_": "fsdp", "PARALLELISM_CONFIG_": "parallelism", "ACCELERATE_FP8_": "fp8"}
@@ -46,9 +32,6 @@ _AGENT = "TORCHELASTIC_RUN_ID"
 """A variable that torch's agent sets in its ranks. In these, the variables of ``torchrun`` have no effect any more."""
 LAUNCHER_MIN_NUM_PARAMS = "100000000"
 """Value that ``accelerate launch`` always sets by default, even without the size policy."""
-LAUNCH_VARIABLE = "HF_FSDP_LAUNCH"
-_WORDS = ("command_line", "overrides")
-"""Sources that are lists of words, which the launcher passes to its ranks."""
 CONFIG_NOT_FOUND = Problem(
     code="FSDP-W041",
     message="this process was started by accelerate launch, whose config file was not found. Only the environment "
@@ -75,8 +58,7 @@ def _add(out: Collector, name: str, value: str, variables: Mapping[str, str]) ->
             out.mentions_fsdp = True
             out.add("launch.distributed_type", entry_of(name, value), value="FSDP", implied=True)
         elif word not in FALSE_WORDS | {""}:
-            message = f"{name} is {value!r}; expected true or false."
-            out.report("FSDP-E036", entry_of(name, value), message, "Correct or unset it.")
+            out.expect(entry_of(name, value), "true or false", "Correct or unset it.")
     elif upper == "FSDP_MIN_NUM_PARAMS" and word == LAUNCHER_MIN_NUM_PARAMS and not is_size_policy:
         return
     elif upper in ACCELERATE and (ACCELERATE[upper] != "use_cpu" or word not in FALSE_WORDS):
@@ -85,12 +67,12 @@ def _add(out: Collector, name: str, value: str, variables: Mapping[str, str]) ->
         if not upper.startswith(prefix):
             continue
         key = upper.removeprefix(prefix)
-        row = find_row(key, (scope,))
+        row = vocabulary.find_row(key, (scope,))
         if row is not None and not row.name.startswith("launch."):
             out.add_entry(row, entry_of(name, value))
         else:
-            nearest = similar_key(key, (scope,)).removeprefix(prefix.lower()).upper()
-            fix = did_you_mean(nearest and f"{prefix}{nearest}", "Unset it.")
+            nearest = vocabulary.similar_key(key, (scope,)).removeprefix(prefix.lower()).upper()
+            fix = vocabulary.did_you_mean(nearest and f"{prefix}{nearest}", "Unset it.")
             message = f"the environment variable {name} is not a setting and is ignored."
             out.report("FSDP-W035", entry_of(name, value), message, fix)
 
@@ -239,81 +221,6 @@ def user_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that can be settings."""
     prefixes = ("FSDP_", "ACCELERATE_", "PARALLELISM_")
     return {name: value for name, value in environ.items() if name.startswith(prefixes)}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LaunchHandover:
-    """The sources and options of the launcher.
-
-    Attributes:
-        sources: a config file, command line, overrides, and the user's environment variables.
-        quiet: whether the ranks print errors only.
-        report: absolute path of the report; ``None`` for the default path.
-        report_table: whether the tables of the report are printed, instead of a summary.
-    """
-
-    sources: Sources
-    quiet: bool = False
-    report: str | None = None
-    report_table: bool = False
-
-    def to_env(self) -> dict[str, str]:
-        """Return the variables to add to a rank's environment."""
-        file = self.sources.config
-        assert file is None or isinstance(file, ConfigFile), "the launcher reads its config from a file"
-        content = {
-            "config": file.address if file is not None else None,
-            "config_shown": file.shown if file is not None else None,
-            "converted": _converted_to_json(self.sources.converted),
-            **{name: list(getattr(self.sources, name)) for name in _WORDS},
-            **{name: getattr(self, name) for name in ("quiet", "report", "report_table")},
-            "environ": dict(self.sources.environ or {}),
-        }
-        return {LAUNCH_VARIABLE: json.dumps(content)}
-
-    @classmethod
-    def from_env(cls, environ: Mapping[str, str]) -> LaunchHandover | None:
-        """Return the handover in `environ`; ``None`` if ``hf-fsdp launch`` did not start this process.
-
-        Raises:
-            ValueError: the variable does not contain a handover.
-        """
-        if (text := environ.get(LAUNCH_VARIABLE)) is None:
-            return None
-        try:
-            content = json.loads(text)
-            path, shown, converted = (content.pop(name) for name in ("config", "config_shown", "converted"))
-            words: dict[str, Any] = {name: tuple(content.pop(name)) for name in _WORDS}
-            sources = Sources(
-                config=replace(ConfigFile.at(path), shown=shown or path) if path is not None else None,
-                converted=_converted_from_json(converted),
-                environ=dict(content.pop("environ")),
-                **words,
-            )
-            return cls(sources=sources, **content)
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"the environment variable {LAUNCH_VARIABLE} does not contain a launcher's handover ({error!r}). "
-                f"Unset it: only commands of `hf-fsdp` that start ranks set it."
-            ) from error
-
-
-def _converted_to_json(converted: SourceSettings | None) -> dict[str, Any] | None:
-    """Return settings with their origins, without problems, which the launcher has printed."""
-    if converted is None:
-        return None
-    lists = {name: [asdict(setting) for setting in getattr(converted, name)] for name in ("settings", "not_set")}
-    return {"family": converted.family, **lists}
-
-
-def _converted_from_json(content: Mapping[str, Any] | None) -> SourceSettings | None:
-    if content is None:
-        return None
-    settings, not_set = (
-        [Setting(**{**setting, "origin": Origin(**setting["origin"])}) for setting in content[name]]
-        for name in ("settings", "not_set")
-    )
-    return SourceSettings(settings=settings, not_set=not_set, family=content["family"])
 
 
 def absolute_path(path: str | None) -> str | None:

@@ -20,12 +20,10 @@ from typing import Any, Final
 
 from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.sources.accelerate_file import FsdpConfig, add_fsdp_config
-from hf_fsdp_plugin.sources.collector import Collector, entry_of
-from hf_fsdp_plugin.sources.interface import ConfigFile, Sources, SourceSettings, config_tree
-from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFileError
-from hf_fsdp_plugin.spellings import FALSE_WORDS, TRUE_WORDS, word_of
+from hf_fsdp_plugin.sources.interface import Collector, Sources, SourceSettings, entry_of
+from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFile, ConfigFileError, config_tree
 from hf_fsdp_plugin.strategies import strategy_of
-from hf_fsdp_plugin.vocabulary import find_row, plain_key
+from hf_fsdp_plugin.vocabulary import FALSE_WORDS, TRUE_WORDS, find_row, plain_key, word_of
 
 DISTRIBUTED_CONFIG = "DistributedConfig"
 ARGUMENTS = "TrainingArguments"
@@ -280,19 +278,16 @@ def _names_of(value: Any) -> Any:
     return [kind.__name__ for kind in value] if isinstance(value, list | tuple | Set) else value
 
 
-def state_dict_options(config: Any) -> list[str]:
-    """Return the options of a state dict config of torch that checkpoints of this package do not follow."""
+def unused_options(key: str, config: Any) -> str:
+    """Return the message of FSDP-N136: options of a state dict config without effect; empty if there are none."""
     fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
     given = {field: getattr(config, field.name) for field in fields}
-    return [f"{field.name}={v}" for field, v in given.items() if v != _GATHERED.get(field.name, field.default)]
-
-
-def unused_options(key: str, options: Sequence[str]) -> str:
-    """Return the message of FSDP-N136: options of a state dict config that have no effect."""
-    return (
+    options = [f"{field.name}={v}" for field, v in given.items() if v != _GATHERED.get(field.name, field.default)]
+    message = (
         f"{key} selects the state dict type. {', '.join(options)} has no effect: this package writes checkpoints "
         "itself, and gathers a full state dict in the CPU memory of rank 0."
     )
+    return message if options else ""
 
 
 def _add_state_dict(out: Collector, key: str, config: Any, given: Mapping[str, Any]) -> None:
@@ -300,8 +295,8 @@ def _add_state_dict(out: Collector, key: str, config: Any, given: Mapping[str, A
     if given.get("state_dict_type") is None:
         form = type(config).__name__.removesuffix("StateDictConfig").removesuffix("Optim")  # FullStateDictConfig
         out.add_key("fsdp", "state_dict_type", form.lower(), written=key)
-    if options := state_dict_options(config):
-        out.report("FSDP-N136", entry_of(key, type(config).__name__), unused_options(key, options))
+    if message := unused_options(key, config):
+        out.report("FSDP-N136", entry_of(key, type(config).__name__), message)
 
 
 def _add_policy(out: Collector, key: str, value: Any) -> None:
@@ -318,7 +313,7 @@ def _add_policy(out: Collector, key: str, value: Any) -> None:
         if policy == "size":
             out.add_key("fsdp", "min_num_params", keywords.get("min_num_params", _SIZE_DEFAULT))
         return
-    if any(_is_from_peft(inner) for inner in keywords.get("policies", ())):
+    if is_of_peft(value):
         out.add("wrap.policy", entry_of(key, _OF_PEFT), value="transformer")
         if names := _layers_of_peft(keywords["policies"]):
             out.add("wrap.classes", entry_of(key, _OF_PEFT), value=names)
@@ -327,10 +322,11 @@ def _add_policy(out: Collector, key: str, value: Any) -> None:
     _report(out, key, name, "a custom wrap function is not supported", fix)
 
 
-def _is_from_peft(policy: Any) -> bool:
-    """Whether a policy is part of ``peft.utils.other.fsdp_auto_wrap_policy``, which wraps the model's own layers."""
-    function = getattr(policy, "keywords", {}).get("lambda_fn")
-    return str(getattr(function, "__module__", "")).startswith("peft.")
+def is_of_peft(policy: Any) -> bool:
+    """Whether a wrap policy is PEFT's ``fsdp_auto_wrap_policy``, which wraps the model's own layers."""
+    inner = getattr(policy, "keywords", {}).get("policies", ())
+    functions = (getattr(each, "keywords", {}).get("lambda_fn") for each in inner)
+    return any(str(getattr(function, "__module__", "")).startswith("peft.") for function in functions)
 
 
 def _layers_of_peft(policies: Iterable[Any]) -> list[str]:

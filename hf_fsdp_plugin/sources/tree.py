@@ -1,26 +1,29 @@
-"""A config as a tree of nodes with line numbers: from YAML or JSON text, or from Python objects."""
+"""A config as a tree of nodes with line numbers: from a file, from YAML or JSON text, or from Python objects."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import operator
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
-from hf_fsdp_plugin.spellings import BLANKS
+from hf_fsdp_plugin.vocabulary import BLANKS
 
 MAX_TEXT = 80
 MAX_NODES = 20_000
 MAX_DEPTH = 20
 MAX_BITS = 2048
-"""Limits: characters of a value in messages, nodes of a config, levels of nesting, and bits of an integer."""
+MAX_BYTES = 1 << 20
+"""Limits: characters of a value in messages, nodes of a config, levels of nesting, bits of an integer, and bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,9 +184,9 @@ def _check_json(text: str, source: str) -> None:
         json.loads(text, parse_int=str)  # the parser of the value reports a number of too many digits
     except json.JSONDecodeError as error:
         message = f"invalid JSON: {error.msg}."
-        raise ConfigFileError("FSDP-E007", message, "Correct this line.", source=source, line=error.lineno) from None
+        raise ConfigFileError("FSDP-E006", message, "Correct this line.", source=source, line=error.lineno) from None
     except (RecursionError, ValueError):
-        raise ConfigFileError("FSDP-E012", *_TOO_DEEP, source=source) from None
+        raise ConfigFileError("FSDP-E004", *_TOO_DEEP, source=source) from None
 
 
 class _Composer:
@@ -218,7 +221,7 @@ class _Composer:
     def _node(self, event: Any, events: Any, depth: int) -> Node:
         self._num_nodes += 1
         if self._num_nodes > MAX_NODES or depth > MAX_DEPTH:
-            raise self._error("FSDP-E012", *_TOO_DEEP, event)
+            raise self._error("FSDP-E004", *_TOO_DEEP, event)
         if isinstance(event, yaml.AliasEvent):
             message = f"the YAML alias '*{event.anchor}' is not supported."
             raise self._error("FSDP-E011", message, "Write the value instead.", event)
@@ -269,7 +272,7 @@ class _Composer:
         written = lines[line - 1] if line is not None and line <= len(lines) else ""
         reason = getattr(error, "problem", None) or "the text cannot be parsed"
         if "nesting depth" in reason:  # PyYAML 6.0.4 limits the depth itself
-            return ConfigFileError("FSDP-E012", *_TOO_DEEP, source=self._source, line=line)
+            return ConfigFileError("FSDP-E004", *_TOO_DEEP, source=self._source, line=line)
         message, fix = f"invalid YAML: {reason}.", "Correct this line."
         if "\t" in written:
             message, fix = "invalid YAML: the line contains a tab.", "Indent with spaces."
@@ -284,3 +287,83 @@ _DECIMAL = re.compile(r"[-+]?(?:0|[1-9]\d*)(?:\.\d+)?(?:e[-+]?\d+)?|[-+]?\.inf|\
 _PLAIN_TAGS = frozenset(
     {"!", *(f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "seq", "map", "set"))}
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConfigFile:
+    """The path of a config file, independent of the working directory.
+
+    Attributes:
+        path: absolute path.
+        shown: path as the user wrote it, for messages.
+        data: the content, if it was read already, for example from stdin.
+        start: a line of the command or call in a script that is meant, if it has several of them.
+    """
+
+    path: Path
+    shown: str
+    data: bytes | None = None
+    start: int | None = None
+
+    @classmethod
+    def at(cls, path: str | os.PathLike[str]) -> ConfigFile:
+        """Return the file at `path`, relative to the current working directory. ``train.sh:12`` is a line of a file."""
+        found, start = Path(os.path.expanduser(path)).absolute(), None
+        name, _, line = found.name.rpartition(":")
+        if name and line.isdecimal() and not found.exists():
+            found, start = found.with_name(name), int(line)
+        return cls(path=found, shown=str(path).removesuffix(f":{start}"), start=start)
+
+    @property
+    def is_script(self) -> bool:
+        """Whether it is a script of a shell or of Python by its name."""
+        return self.path.suffix.lower() in (".sh", ".bash", ".slurm", ".sbatch", ".py")
+
+    @property
+    def address(self) -> str:
+        """The absolute path, with the line: what :meth:`at` reads."""
+        return str(self.path) if self.start is None else f"{self.path}:{self.start}"
+
+
+def config_tree(file: ConfigFile | Mapping[str, Any]) -> Node:
+    """Return the content of a file or dict. Raises ``ConfigFileError``."""
+    if isinstance(file, Mapping):
+        return from_python(file)
+    return parse_text(read_text(file), source=file.shown, is_json=file.path.suffix.lower() == ".json")
+
+
+def read_text(file: ConfigFile) -> str:
+    """Return the text of a config file. Raises ``ConfigFileError``."""
+    source = file.shown
+    data = file.data if file.data is not None else _read_bytes(file.path, source)
+    if len(data) > MAX_BYTES:
+        message = "the file is larger than 1 MiB, the limit for configs."
+        raise ConfigFileError("FSDP-E004", message, "Check that the path names a config.", source=source)
+    if b"\0" in data:
+        raise ConfigFileError("FSDP-E005", "the file is binary.", "Give a YAML or JSON file in UTF-8.", source=source)
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        message = "the file is not UTF-8 text."
+        raise ConfigFileError("FSDP-E005", message, "Save it as UTF-8.", source=source, line=line) from None
+
+
+def _read_bytes(path: Path, source: str) -> bytes:
+    try:
+        if not path.exists():
+            fix = "Check the path. accelerate config writes a config file."
+            raise ConfigFileError("FSDP-E001", "the file does not exist.", fix, source=source)
+        if not path.is_file():
+            message = "the path is a directory." if path.is_dir() else "the path is not a regular file."
+            raise ConfigFileError("FSDP-E002", message, "Give a YAML or JSON file.", source=source)
+        with path.open("rb") as file:
+            return file.read(MAX_BYTES + 1)
+    except ConfigFileError:
+        raise
+    except PermissionError:
+        fix = "Change its permissions (chmod u+r)."
+        raise ConfigFileError("FSDP-E003", "permission denied.", fix, source=source) from None
+    except (OSError, ValueError) as error:
+        message = f"the file cannot be read: {getattr(error, 'strerror', None) or error}."
+        raise ConfigFileError("FSDP-E003", message, "Check the path.", source=one_line(source)) from None

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
-from hf_fsdp_plugin.problems import Origin, Problem, SpecError, has_errors
-from hf_fsdp_plugin.sources import accelerate_file, environment, script_objects
+from hf_fsdp_plugin.problems import DEFAULT_ORIGIN, Origin, Problem, SpecError, has_errors
+from hf_fsdp_plugin.sources import accelerate_file, command_line, environment, script_objects
 from hf_fsdp_plugin.sources.accelerate_file import FsdpConfig
 from hf_fsdp_plugin.sources.environment import locate_config
-from hf_fsdp_plugin.sources.interface import ConfigFile, Setting, Sources, SourceSettings, check_arguments, config_of
-from hf_fsdp_plugin.sources.script_objects import FsdpOptions, read_plugin
+from hf_fsdp_plugin.sources.interface import Setting, Sources, SourceSettings, check_arguments, config_of
+from hf_fsdp_plugin.sources.script_objects import FsdpOptions
+from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec, defaults_of
-from hf_fsdp_plugin.spec.precedence import derive_spec, merge_levels, read_all
+from hf_fsdp_plugin.spec.precedence import PRECEDENCE, active_settings, derive_spec, merge_levels, sorted_by_precedence
 from hf_fsdp_plugin.spec.rules import check_rules
 from hf_fsdp_plugin.spec.values import parse_settings
 from hf_fsdp_plugin.strategies import STRATEGIES
@@ -97,88 +99,111 @@ def load_spec(
 
 def assess(sources: Sources) -> Assessment:
     """Read every source, apply the precedence, and check the result."""
+    try:
+        return combine(read_settings(sources))
+    except SpecError as wrong:
+        return Assessment(spec=FsdpSpec(), problems=wrong.problems)
+
+
+def read_settings(sources: Sources) -> list[SourceSettings]:
+    """Read every source that is given, with typed values, highest precedence first.
+
+    Raises:
+        SpecError: a source has the wrong type.
+    """
     if wrong := check_arguments(sources):
-        return Assessment(spec=FsdpSpec(), problems=wrong)
+        raise SpecError(wrong)
     sources = locate_config(sources)
-    levels = [parse_settings(source) for source in read_all(sources)]
+    located = [SourceSettings(problems=list(sources.problems))] if sources.problems else []
+    read = ((level, reader(sources)) for level, reader in PRECEDENCE)
+    return located + [parse_settings(replace(found, level=level)) for level, found in read if found is not None]
+
+
+def add_settings(given: Sequence[SourceSettings], **sources: Any) -> list[SourceSettings]:
+    """Return ``given`` with the settings of other sources, at their places in the order of precedence.
+
+    A config replaces the config of ``given``. Flags of the command line and ``--set`` are added to those of ``given``.
+
+    Args:
+        given: the settings that :func:`read_settings` has returned.
+        sources: fields of :class:`Sources`.
+
+    Raises:
+        SpecError: a source has the wrong type.
+    """
+    result = list(given)
+    for new in read_settings(Sources(environ={}, **sources)):
+        before = next((source for source in given if source.level == new.level), None)
+        if before is not None and new.level in (accelerate_file.SOURCE, *_WORDS):
+            result.remove(before)
+            new = before.joined(new) if new.level in _WORDS else new
+        if new.level != environment.SOURCE:
+            result.append(new)
+    return sorted_by_precedence(result)
+
+
+def combine(given: Sequence[SourceSettings]) -> Assessment:
+    """Apply the precedence to the settings of all sources, and check the result."""
+    levels = active_settings(given)
     effective, overridden = merge_levels(levels)
     family = next((level.family for level in levels if level.family is not None), None)
     spec, derived = derive_spec(effective, defaults_of(family))
-    read = [*sources.problems, *(problem for level in levels for problem in level.problems)]
+    read = [problem for level in levels for problem in level.problems]
     return _check(spec, read, [*_not_set(levels, spec), *overridden, *_ambiguous_version(levels, spec), *derived])
 
 
+_WORDS: Final = (command_line.OVERRIDES, command_line.SOURCE)
+"""Sources that are lists of words, to which :func:`add_settings` adds words."""
 MADE_FROM_SPEC: Final = "_hf_fsdp_made_from_spec"
 """Attribute of a ``DistributedConfig`` whose sizes are those of a spec."""
 
 
-def with_distributed_config(spec: FsdpSpec, config: Any) -> FsdpSpec:
-    """Return ``spec`` with the settings of a ``DistributedConfig``, as if it had been one of the sources.
+def with_script_settings(
+    spec: FsdpSpec,
+    *,
+    distributed_config: Any = None,
+    plugin_fields: Mapping[str, Any] | None = None,
+    values: Mapping[str, Any] = MappingProxyType({}),
+    origin: Origin = DEFAULT_ORIGIN,
+) -> FsdpSpec:
+    """Return a checked spec with settings that a script makes after the spec: they override it, and are reported.
 
     Args:
-        spec: a checked spec of the other sources.
-        config: as for :func:`load_spec`.
+        distributed_config: as for :func:`load_spec`. A second call with the same config changes nothing.
+        plugin_fields: fields of Accelerate's plugin that the script has assigned.
+        values: canonical name -> value, as arguments of an ``Accelerator`` set them.
+        origin: the origin of `values`.
 
     Raises:
-        SpecError: the config has an error, or conflicts with other settings. The exception contains all problems.
+        SpecError: a value is invalid or not supported, or conflicts with other settings. The exception contains all
+            problems.
     """
-    if getattr(config, MADE_FROM_SPEC, False):
-        return spec
-    sources = Sources(distributed_config=config_of(config), environ={})
-    if wrong := check_arguments(sources):
-        raise SpecError(wrong)
-    if (read := script_objects.read_distributed_config(sources)) is None:
-        return spec
-    level = parse_settings(replace(read, level=script_objects.DISTRIBUTED_CONFIG))
-    now = {name: (value, origin) for name, value, origin in spec.settings()}
-    # The sizes of other axes are checked, but are not in the spec. A second call changes nothing.
-    new = [s for s in level.settings if s.name in now and now[s.name] != (s.value, s.origin)]
-    return _with_level(spec, replace(level, settings=new))
-
-
-def with_plugin_object(spec: FsdpSpec, fields: Mapping[str, Any]) -> FsdpSpec:
-    """Return ``spec`` with fields of Accelerate's plugin that a script assigned after the spec was made.
-
-    Args:
-        spec: a checked spec.
-        fields: name of a field -> the assigned value. They override the settings of ``spec``.
-
-    Raises:
-        SpecError: a value is invalid or not supported, or conflicts with other settings.
-    """
-    read = read_plugin(Sources(plugin_object=fields, environ={}))
-    assert read is not None, "fields are given"
-    level = parse_settings(replace(read, level=script_objects.ARGUMENTS))
-    reshard = STRATEGIES[spec.sharding.strategy].counterpart
-    new = [
-        replace(s, name="sharding.strategy", value=reshard(reshard=s.value).name) if s.name == "sharding.reshard" else s
-        for s in level.settings
-        if s.name != "launch.distributed_type"
-    ]
-    return _with_level(spec, replace(level, settings=new))
-
-
-def with_arguments(spec: FsdpSpec, values: Mapping[str, Any], origin: Origin) -> FsdpSpec:
-    """Return ``spec`` with settings that the arguments of an Accelerator set, by canonical name.
-
-    Raises:
-        SpecError: they conflict with other settings.
-    """
+    if getattr(distributed_config, MADE_FROM_SPEC, False):
+        distributed_config = None
+    sources = Sources(distributed_config=config_of(distributed_config), plugin_object=plugin_fields, environ={})
+    read = read_settings(sources)
     level = script_objects.ARGUMENTS
     settings = [Setting(name=name, value=value, origin=origin, level=level) for name, value in values.items()]
-    return _with_level(spec, SourceSettings(settings=settings))
-
-
-def _with_level(spec: FsdpSpec, level: SourceSettings) -> FsdpSpec:
-    """Return ``spec`` with the settings of a level of higher precedence. Raises ``SpecError``."""
-    given = [
+    now = {name: (value, origin) for name, value, origin in spec.settings()}
+    for setting in (setting for source in read for setting in source.settings):
+        if setting.name == "sharding.reshard":
+            row = STRATEGIES[spec.sharding.strategy].counterpart(reshard=setting.value)
+            setting = replace(setting, name="sharding.strategy", value=row.name)
+        # The sizes of other axes are checked, but are not in the spec. A plugin enables FSDP, as the spec does.
+        is_known = now.get(setting.name) in (None, (setting.value, setting.origin))
+        if not is_known and not (setting.name == "launch.distributed_type" and plugin_fields):
+            settings.append(setting)
+    problems = [problem for source in read for problem in source.problems]
+    if not settings and not problems:
+        return spec
+    asked = [
         Setting(name=name, value=value, origin=origin, level=accelerate_file.SOURCE)
         for name, value, origin in spec.settings()
         if spec.asked(name)
     ]
-    effective, overridden = merge_levels([level, SourceSettings(settings=given)])
-    changed, derived = derive_spec(effective, {name: value for name, value, _ in spec.settings()})
-    return _check(changed, [*spec.problems, *level.problems, *overridden, *derived]).checked_spec()
+    effective, overridden = merge_levels([SourceSettings(settings=settings), SourceSettings(settings=asked)])
+    changed, derived = derive_spec(effective, {name: value for name, (value, _) in now.items()})
+    return _check(changed, [*spec.problems, *problems, *overridden, *derived]).checked_spec()
 
 
 def _not_set(levels: Sequence[SourceSettings], spec: FsdpSpec) -> Iterator[Problem]:

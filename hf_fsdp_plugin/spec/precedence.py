@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.sources import accelerate_file, command_line, environment, script_objects
-from hf_fsdp_plugin.sources.collector import AUTO_WRAP, OFF
-from hf_fsdp_plugin.sources.interface import Reader, Setting, Sources, SourceSettings
+from hf_fsdp_plugin.sources.interface import AUTO_WRAP, OFF, Reader, Setting, SourceSettings
 from hf_fsdp_plugin.sources.script_objects import PARALLELISM, PLUGIN, read_parallelism_config, read_plugin
 from hf_fsdp_plugin.spec.fsdp_spec import VERSION_DEFAULTS, FsdpSpec
 from hf_fsdp_plugin.strategies import DEFAULT_STRATEGY, STRATEGIES, Strategy, strategy_of
@@ -32,7 +31,7 @@ PRECEDENCE: Final[tuple[tuple[str, Reader], ...]] = (
 
 ``TrainingArguments``, ``FullyShardedDataParallelPlugin`` and ``ParallelismConfig`` are one level, because all are part
 of the script. If they set a setting to different values, the first of them overrides the others. If one sets the
-strategy and the other a different ``reshard_after_forward``, neither has precedence, which is the error FSDP-E107.
+strategy and the other a different ``reshard_after_forward``, neither has precedence, which is the error FSDP-E102.
 
 A cluster sets the variables of torchrun for each job, so they override a file, which has a number of machines too.
 """
@@ -50,17 +49,16 @@ Settings = dict[str, Setting]
 _FIELDS = frozenset(name for name, _, _ in FsdpSpec().settings())
 
 
-def read_all(sources: Sources) -> list[SourceSettings]:
-    """Read all sources that are given, highest precedence first. Inactive settings are applied or discarded.
+def active_settings(given: Sequence[SourceSettings]) -> list[SourceSettings]:
+    """Return the settings of all sources, without those that do not apply.
 
     If any source enables FSDP, ``inactive`` settings apply, and ``fsdp=False`` does not, because it is also the
     Trainer's default. If none does, ``inactive`` settings are reported and not used.
     """
-    read = [replace(settings, level=level) for level, reader in PRECEDENCE if (settings := reader(sources)) is not None]
-    if any(setting.enables_fsdp for source in read for setting in source.settings):
-        read = [source if source.family is not None else _without_implied_off(source) for source in read]
-        return [replace(source, problems=[*source.problems, *source.inactive_problems]) for source in read]
-    return [_without_inactive(source) for source in read]
+    if any(source.enables_fsdp for source in given):
+        given = [source if source.family is not None else _without_implied_off(source) for source in given]
+        return [replace(source, problems=[*source.problems, *source.inactive_problems]) for source in given]
+    return [_without_inactive(source) for source in given]
 
 
 def _without_inactive(source: SourceSettings) -> SourceSettings:
@@ -72,8 +70,9 @@ def _without_inactive(source: SourceSettings) -> SourceSettings:
     problems = list(source.problems)
     # Accelerate itself uses a ParallelismConfig in a run without FSDP.
     if origins and (origins[0] is None or origins[0].source != PARALLELISM):
-        keys = ", ".join(dict.fromkeys(setting.origin.spelling for setting in unused)) or "fsdp_config"
-        message = f"FSDP settings without fsdp do not enable FSDP and are not used: {keys}."
+        keys = dict.fromkeys(origin.spelling for origin in origins if origin is not None and origin.spelling)
+        written = ", ".join(keys) or "fsdp_config"
+        message = f"FSDP settings without fsdp do not enable FSDP and are not used: {written}."
         fix = "Set fsdp=True to shard the model, or remove these settings."
         problems.append(Problem(code="FSDP-W033", message=message, fix=fix, origin=origins[0]))
     return replace(source, settings=settings, not_set=not_set, problems=problems)
@@ -126,6 +125,11 @@ def _merge_level(level: SourceSettings) -> tuple[dict[str, Setting], list[Proble
         problem_of = _repetition_problem if first.value == setting.value else conflict_problem
         problems.append(problem_of(setting, first))
     return settings, problems
+
+
+def sorted_by_precedence(given: Iterable[SourceSettings]) -> list[SourceSettings]:
+    """Return the settings of sources with the highest precedence first. Those without a level are problems only."""
+    return sorted(given, key=lambda source: _LEVELS.index(source.level) if source.level else -1)
 
 
 def has_precedence(one: Setting, other: Setting) -> bool:
@@ -317,7 +321,7 @@ def _combine_reshard(settings: Settings, reshard: Setting, version: int, problem
     else:
         message = f"{strategy.written} conflicts with {reshard.origin}, which means {other.value}."
         fix = f"Keep one of them: {strategy.value}, or {other.value}."
-        problems.append(strategy.problem("FSDP-E107", message, fix))
+        problems.append(strategy.problem("FSDP-E102", message, fix))
 
 
 def _combine_mesh(settings: Settings, problems: list[Problem]) -> None:

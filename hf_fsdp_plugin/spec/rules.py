@@ -6,13 +6,12 @@ import importlib.util
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Final
 
 from hf_fsdp_plugin.axes import MODEL_AXES
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.sources.interface import enables_fsdp
-from hf_fsdp_plugin.spec.fp8 import check_fp8
-from hf_fsdp_plugin.spec.fsdp_spec import FAMILY_DEFAULTS, FsdpSpec
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.precedence import OTHER_ENGINES
 from hf_fsdp_plugin.spec.values import is_class_name
 from hf_fsdp_plugin.strategies import STRATEGIES
@@ -80,25 +79,6 @@ def fsdp_is_off(spec: FsdpSpec) -> Problem:
     message = f"FSDP is not enabled by these settings{f' ({origin})' if origin is not None else ''}."
     fix = "Set distributed_type: FSDP and an fsdp_config, or fsdp=True in TrainingArguments, to shard the model."
     return spec.problem("FSDP-W124", "launch.distributed_type", message, fix)
-
-
-def defaults_of_script(spec: FsdpSpec) -> Mapping[str, Any]:
-    """Return the settings that have another default in a script whose ``TrainingArguments`` set ``fsdp``."""
-    defaults = FAMILY_DEFAULTS["training_arguments"] if spec.enabled else {}
-    return {name: value for name, value in defaults.items() if not spec.asked(name) and spec.get(name) != value}
-
-
-def check_defaults_without_script(spec: FsdpSpec) -> Iterator[Problem]:
-    """Report defaults that depend on the script, for a caller that does not know the script."""
-    if of_script := defaults_of_script(spec):
-        keys = " and ".join(BY_NAME[name].key for name in of_script)
-        here = ", ".join(f"{name} {spec.get(name)}" for name in of_script)
-        there = ", ".join(f"{name} {value}" for name, value in of_script.items())
-        message = (
-            f"no source sets {keys}, and the defaults depend on the script: {here}; if TrainingArguments in the script "
-            f"set fsdp: {there}."
-        )
-        yield spec.problem("FSDP-N161", next(iter(of_script)), message, f"Set {keys}.")
 
 
 def _check_xla(spec: FsdpSpec) -> Iterator[Problem]:
@@ -320,3 +300,62 @@ def _check_loading(spec: FsdpSpec) -> Iterator[Problem]:
         )
         fix = "Set fsdp_sync_module_states: true, or remove fsdp_cpu_ram_efficient_loading."
         yield spec.problem("FSDP-E149", "loading.sync_module_states", message, fix)
+
+
+_FP8_PACKAGES: Final[Mapping[str, tuple[str, str]]] = {
+    "ao": ("torchao", "torchao"),
+    "te": ("transformer_engine", "transformer-engine"),
+    "msamp": ("msamp", "MS-AMP"),
+}
+"""Backend -> its module, and the name of the package that is installed."""
+_FP8_SETTINGS: Final = ("fp8.backend", "fp8.all_gather", "fp8.pad_inner_dim", "fp8.te_options")
+_FP8_BACKENDS: Final = ("ao", "te")
+_OFF: Final = "set mixed_precision: bf16."
+
+
+def fp8_backend(spec: FsdpSpec) -> str:
+    """Return the backend of a spec, as Accelerate chooses it: the first that is installed, or torchao."""
+    if spec.fp8.backend != "auto":
+        return spec.fp8.backend
+    return next((name for name in _FP8_BACKENDS if _is_installed(name)), "ao")
+
+
+def _is_installed(backend: str) -> bool:
+    return importlib.util.find_spec(_FP8_PACKAGES[backend][0]) is not None
+
+
+def check_fp8(spec: FsdpSpec) -> Iterator[Problem]:
+    """Check that the backend is installed, and works with the other settings."""
+    if not spec.enabled:
+        return
+    if not spec.uses_fp8:
+        if given := [name for name in _FP8_SETTINGS if spec.asked(name) and spec.get(name) != "auto"]:
+            message = f"{given[0]} has no effect: mixed_precision is {spec.launch.mixed_precision}."
+            yield spec.problem("FSDP-W165", given[0], message, "Set mixed_precision: fp8, or remove it.")
+        return
+    backend = fp8_backend(spec)
+    if backend == "msamp":
+        message = "Accelerate does not combine MS-AMP with FSDP."
+        yield spec.problem("FSDP-E121", "fp8.backend", message, f"Set backend: AO in fp8_config, or {_OFF}")
+    elif not _is_installed(backend):
+        package = _FP8_PACKAGES[backend][1]
+        message = f"fp8 needs {package}, which is not installed."
+        fix = f"Install it with `pip install {package}`, or {_OFF}"
+        name = "fp8.backend" if spec.asked("fp8.backend") else "launch.mixed_precision"
+        yield spec.problem("FSDP-E166", name, message, fix)
+    if spec.fp8.all_gather and spec.fsdp.version == 1:
+        where = spec.origin("fsdp.version")
+        message = f"weights are all-gathered in fp8 by FSDP2 only, and the version is 1 ({where})."
+        fix = "Set fsdp_version: 2, or enable_fsdp_float8_all_gather: false in fp8_config."
+        yield spec.problem("FSDP-E167", "fp8.all_gather", message, fix)
+    for axis in ("tensor", "expert"):
+        if (size := getattr(spec.mesh, axis)) > 1:
+            message = f"mesh.{axis}={size} with fp8: only whole layers are converted, and from_pretrained divides them."
+            yield spec.problem("FSDP-E167", f"mesh.{axis}", message, f"Set mesh.{axis} to 1, or {_OFF}")
+    if spec.precision.fp32_modules:
+        message = "modules that compute in fp32 cannot be excluded from fp8, which Accelerate chooses by their sizes."
+        fix = f"Remove fsdp_fp32_modules, or {_OFF}"
+        yield spec.problem("FSDP-E167", "precision.fp32_modules", message, fix)
+    if spec.precision.param == "fp16":
+        message = f"fp8 is combined with bf16, and {spec.origin('precision.param')} sets fp16."
+        yield spec.problem("FSDP-E167", "precision.param", message, "Remove it.")

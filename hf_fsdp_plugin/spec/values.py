@@ -10,13 +10,12 @@ from dataclasses import replace
 from decimal import Decimal
 from typing import Any, Final
 
-import hf_fsdp_plugin.spellings as spellings
+import hf_fsdp_plugin.vocabulary as vocabulary
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.sources.interface import Setting, SourceSettings
 from hf_fsdp_plugin.sources.tree import ObjectText, one_line
-from hf_fsdp_plugin.spellings import BLANKS, FALSE_WORDS, TRUE_WORDS, look_up, value_key, word_of
 from hf_fsdp_plugin.strategies import STRATEGIES
-from hf_fsdp_plugin.vocabulary import BY_NAME, STRATEGY_CHOICES, UNSUPPORTED_VALUES, SettingRow, ValueKind
+from hf_fsdp_plugin.vocabulary import BLANKS, BY_NAME, FALSE_WORDS, TRUE_WORDS, SettingRow, look_up, value_key, word_of
 
 MAX_INTEGER = 2**63 - 1
 MAX_DIGITS = 40
@@ -57,6 +56,7 @@ def parse_settings(source: SourceSettings) -> SourceSettings:
     """Return the settings of a source with typed values and its level, and a problem for each invalid value."""
     settings: list[Setting] = []
     problems: list[Problem] = []
+    inactive: list[Problem] = []
     for setting in source.settings:
         row = BY_NAME.get(setting.name)  # None for internal names such as AUTO_WRAP
         try:
@@ -65,15 +65,24 @@ def parse_settings(source: SourceSettings) -> SourceSettings:
             shown = one_line(repr(setting.value) if isinstance(setting.value, str) else str(setting.value))
             message = f"{setting.origin.spelling} is {shown}; expected {invalid.expected}."
             fix = invalid.fix or f"Correct {setting.origin.spelling}, or remove it."
-            problems.append(setting.problem(invalid.code, message, fix))
+            (inactive if setting.inactive else problems).append(setting.problem(invalid.code, message, fix))
             continue
         is_strategy = setting.name == "sharding.reshard" and isinstance(value, str)
         name = "sharding.strategy" if is_strategy else setting.name
         settings.append(replace(setting, name=name, value=value, level=source.level))
-    if any(problem.code == "FSDP-E122" for problem in problems):
+    if any(problem.code == "FSDP-E122" for problem in (*problems, *inactive)):
         # The product of the other axes is not the world size.
         settings = [setting for setting in settings if not setting.name.startswith("mesh.")]
-    return replace(source, settings=settings, problems=[*source.problems, *problems])
+    return SourceSettings(
+        source=source.source,
+        settings=settings,
+        not_set=source.not_set,
+        problems=[*source.problems, *problems],
+        family=source.family,
+        level=source.level,
+        inactive_problems=[*source.inactive_problems, *inactive],
+        enables_fsdp=any(setting.enables_fsdp for setting in source.settings),
+    )
 
 
 def parse_value(row: SettingRow, raw: Any) -> Any:
@@ -89,7 +98,7 @@ def _parse_bool(row: SettingRow, raw: Any) -> bool:
         return True
     if word in FALSE_WORDS:
         return False
-    if unsupported := UNSUPPORTED_VALUES.get((row.name, word)):
+    if unsupported := vocabulary.UNSUPPORTED_VALUES.get((row.name, word)):
         raise InvalidValue(f"true or false. {word} {unsupported.why}", unsupported.fix, code=unsupported.code)
     raise InvalidValue("true or false", _nearest_known(word, ("true", "false")))
 
@@ -109,7 +118,7 @@ def _parse_size(row: SettingRow, raw: Any) -> int | str:
 
 def _parse_one(row: SettingRow, raw: Any) -> int:
     if _parse_number(raw, _INTEGER, "1") != 1:
-        unsupported = UNSUPPORTED_VALUES[row.name, "above 1"]
+        unsupported = vocabulary.UNSUPPORTED_VALUES[row.name, "above 1"]
         raise InvalidValue(f"1, {unsupported.why}", unsupported.fix, code=unsupported.code)
     return 1
 
@@ -141,7 +150,7 @@ def _parse_choice(row: SettingRow, raw: Any) -> Any:
     forms = [value for value in row.choices if value != "auto"]
     known = [form for value, others in row.choices.items() for form in (value.lower(), *others) if not form.isdigit()]
     expected = f"{', '.join(forms[:-1])} or {forms[-1]}"
-    if row.choices is STRATEGY_CHOICES:
+    if row.choices is vocabulary.STRATEGY_CHOICES:
         expected = f"{', '.join(forms)} or 1 to {len(forms)}"
     raise InvalidValue(expected, _nearest_known(value_key(raw, row.prefixes), known))
 
@@ -153,7 +162,7 @@ def _parse_reshard(row: SettingRow, raw: Any) -> bool | str:
         return True
     if word in FALSE_WORDS or value_key(raw) == "no_reshard":
         return False
-    if found := look_up(STRATEGY_CHOICES, raw, row.prefixes):
+    if found := look_up(vocabulary.STRATEGY_CHOICES, raw, row.prefixes):
         return found
     forms = ("true", "false", *STRATEGIES)
     raise InvalidValue("true, false or a strategy", _nearest_known(value_key(raw, row.prefixes), forms))
@@ -166,8 +175,8 @@ def _parse_names(row: SettingRow, raw: Any) -> tuple[str, ...]:
     for item in raw if isinstance(raw, list) else [raw]:
         if not _is_text(item):
             raise InvalidValue(expected)
-        text = spellings.without_pair(item.strip(BLANKS), ("[]", "()", "{}")).removesuffix(",")
-        given = [spellings.without_pair(name.strip(BLANKS), spellings.QUOTES) for name in text.split(",")]
+        text = vocabulary.without_pair(item.strip(BLANKS), ("[]", "()", "{}")).removesuffix(",")
+        given = [vocabulary.without_pair(name.strip(BLANKS), vocabulary.QUOTES) for name in text.split(",")]
         if "" in given:
             raise InvalidValue(expected)
         names |= dict.fromkeys(given)
@@ -238,10 +247,10 @@ def _word(raw: Any) -> str:
 
 
 def _nearest_known(word: str, known: Iterable[str]) -> str:
-    return spellings.did_you_mean(spellings.nearest_word(word[:MAX_DIGITS], known))
+    return vocabulary.did_you_mean(vocabulary.nearest_word(word[:MAX_DIGITS], known))
 
 
-_PARSERS: Mapping[ValueKind, Callable[[SettingRow, Any], Any]] = {
+_PARSERS: Mapping[vocabulary.ValueKind, Callable[[SettingRow, Any], Any]] = {
     "bool": _parse_bool, "integer": _parse_integer, "size": _parse_size,
     "count": lambda row, raw: _parse_number(raw, _COUNT, "an integer, such as 100000000, 1e8 or 100M", row.minimum),
     "choice": _parse_choice, "names": _parse_names, "mapping": _parse_mapping, "any": lambda row, raw: raw,

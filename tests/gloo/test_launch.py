@@ -6,10 +6,14 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from hf_fsdp_plugin.sources.interface import Sources
+from hf_fsdp_plugin.sources.tree import ConfigFile
+from hf_fsdp_plugin.spec.load import assess
 from tests.support.launching import finish, is_gone, launch, launch_script, start_script, write
 from tests.support.matrices import slow
 
@@ -49,21 +53,62 @@ def test_script_runs_on_every_rank_as_under_python(tmp_path: Path) -> None:
         assert rank["name"] == "__main__"
         assert rank["collects_garbage"] and rank["num_frozen"] > 100_000  # the objects of the imported libraries
         assert rank["ACCELERATE_USE_CPU"] == "true"
-        # What the launcher hands over to the ranks has, of all variables, only those of the user.
-        assert json.loads(str(rank["HF_FSDP_LAUNCH"])) == {
-            "config": str(tmp_path / "fsdp.yaml"),
-            "config_shown": "fsdp.yaml",
-            "converted": None,
-            "quiet": False,
-            "command_line": ["--cpu", "--fsdp_offload_params=false"],
-            "overrides": ["prefetch.forward=true"],
-            "report": str(tmp_path / "r.json"),
-            "report_table": False,
-            "environ": {"FSDP_FORWARD_PREFETCH": "true"},
-        }
+        content = json.loads(str(rank["HF_FSDP_LAUNCH"]))
+        given = content.pop("given")
+        assert content == {"quiet": False, "report": str(tmp_path / "r.json"), "report_table": False}
+        assert [source["source"] for source in given] == ["--set", "command line", "fsdp.yaml", "environment"]
+        lines = {setting["name"]: setting["origin"]["line"] for setting in given[2]["settings"]}
+        assert lines["fsdp.version"] == 4
+        # Of all variables, only those of the user are settings: the launcher sets others for libraries.
+        assert [setting["origin"]["spelling"] for setting in given[3]["settings"]] == ["FSDP_FORWARD_PREFETCH"]
     # Only the output of rank 0 is shown; notices are on stderr.
     assert done.stdout == "shown by rank 0\n"
     assert "rendezvous: 1 machine, 2 ranks, 127.0.0.1:" in done.stderr
+
+
+RECORDED = """
+    import os, sys
+    if "RANK" in os.environ:
+        def record(event, arguments):
+            if event == "open" and "fsdp.yaml" in str(arguments[0]):
+                os.write(2, b"opened the config\\n")
+        sys.addaudithook(record)
+        open("fsdp.yaml").close()
+"""
+WITH_ARGUMENTS = """
+    import json, os
+    from transformers import TrainingArguments
+    from hf_fsdp_plugin.integrations.session import session
+    arguments = TrainingArguments("out", use_cpu=True, fsdp=True, fsdp_config={"offload_params": True})
+    specs = [session.ambient, session.spec_of_arguments(arguments)]
+    rows = [[[name, value, str(origin)] for name, value, origin in spec.settings()] for spec in specs]
+    with open(f"specs_{os.environ['RANK']}.json", "w") as file:
+        json.dump(rows, file, default=dict)
+"""
+
+
+def test_rank_opens_no_config_and_gets_every_origin(tmp_path: Path) -> None:
+    write(tmp_path, RECORDED, name="sitecustomize.py")
+    write(tmp_path, WITH_ARGUMENTS)
+    flags = ("--cpu", "--num_processes", "2", "--show_ranks", "all", "--set", "mesh.shard=2", "--fsdp_version", "2")
+    python_path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = launch(tmp_path, *flags, "train.py", env={"PYTHONPATH": python_path, "FSDP_FORWARD_PREFETCH": "true"})
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout + done.stderr).count("opened the config") == 2  # by `sitecustomize.py` itself, once in a rank
+    sources = Sources(
+        config=replace(ConfigFile.at(tmp_path / "fsdp.yaml"), shown="fsdp.yaml"),
+        command_line=("--cpu", "--num_processes=2", "--fsdp_version=2"),
+        overrides=("mesh.shard=2",),
+        environ={"FSDP_FORWARD_PREFETCH": "true"},
+    )
+    of_script = replace(sources, training_arguments={"fsdp": True, "fsdp_config": {"offload_params": True}})
+    specs = [assess(given).checked_spec() for given in (sources, of_script)]
+    rows = [[[name, value, str(origin)] for name, value, origin in spec.settings()] for spec in specs]
+    expected = json.loads(json.dumps(rows, default=dict))
+    offloads = [origin for name, value, origin in expected[1] if name == "offload.params" and value]
+    assert offloads == ["TrainingArguments offload_params=True"]
+    for rank in (0, 1):
+        assert json.loads((tmp_path / f"specs_{rank}.json").read_text()) == expected
 
 
 @pytest.mark.slow

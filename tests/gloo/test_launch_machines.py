@@ -126,7 +126,7 @@ PRINT_SETTING = r"""
     from accelerate import PartialState
     from hf_fsdp_plugin.integrations.session import session
     spec = session().ambient
-    place = spec.origin("prefetch.backward").place
+    place = spec.origin("prefetch.backward").source_line
     os.write(1, f"seen {spec.prefetch.backward} {place} {PartialState().num_processes}\n".encode())
 """
 

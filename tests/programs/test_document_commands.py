@@ -95,8 +95,6 @@ FILES = {
 SITUATIONS: dict[str, dict[str, str | bytes]] = {
     "FSDP-E004": {"model.safetensors": b"0" * (2 << 20)},
     "FSDP-E005": {"fsdp16.yaml": FSDP.encode("utf-16")},
-    "FSDP-E012": {"deep.yaml": "[" * 1000 + "]" * 1000},
-    "FSDP-E030": {"train.sh": "accelerate launch --fsdp_ofload_params true train.py\n"},
     "FSDP-E075": {"evaluate.sh": "python evaluate.py --batch_size 4\n"},
     "FSDP-E481": {"model/notes.txt": "notes"},
     "FSDP-E487": {"run/checkpoint-20/fsdp_manifest.json": ""},

@@ -23,7 +23,6 @@ TORCH_FREE = (
     "problems",
     "strategies",
     "axes",
-    "spellings",
     "vocabulary",
     "sources",
     "spec",

@@ -11,8 +11,8 @@ from hf_fsdp_plugin.text import (
     plural,
     shorten,
     truncate_lines,
-    wrap_items,
 )
+from hf_fsdp_plugin.tools.text import wrap_items
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from hf_fsdp_plugin.backends.sharding.unused_parameters import watch_unused_para
 from hf_fsdp_plugin.backends.torch_types import shard_like, wait_for_reads
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import canonical_name, named_parameters, unwrapped
-from hf_fsdp_plugin.plan.presharded import sharded_backend
+from hf_fsdp_plugin.plan.units import sharded_backend
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.state import find_part, own_parts, parts_of, process
 from hf_fsdp_plugin.text import format_names

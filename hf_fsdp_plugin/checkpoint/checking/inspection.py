@@ -41,8 +41,8 @@ def why_incomplete(folder: Path) -> str | None:
     if not problems:
         return None
     origin, message = problems[0].origin, problems[0].message
-    if origin is not None and origin.place != str(folder):
-        message = f"{origin.place.removeprefix(f'{folder}/')}: {message}"
+    if origin is not None and origin.source_line != str(folder):
+        message = f"{origin.source_line.removeprefix(f'{folder}/')}: {message}"
     return message + (f" (and {plural(len(problems) - 1, 'more problem')})" if len(problems) > 1 else "")
 
 

@@ -41,14 +41,14 @@ from hf_fsdp_plugin.integrations.torch_functions import FIX
 from hf_fsdp_plugin.messages import print_once, print_warnings
 from hf_fsdp_plugin.observers import mark_phase
 from hf_fsdp_plugin.plan.fsdp_plan import MeshPlan, ProblemCollector, has_replicas
-from hf_fsdp_plugin.plan.presharded import distributed_config_of
 from hf_fsdp_plugin.plan.resolve import resolve_mesh
+from hf_fsdp_plugin.plan.units import distributed_config_of
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 from hf_fsdp_plugin.rank_variables import launched_world_size
 from hf_fsdp_plugin.sources.interface import Sources
 from hf_fsdp_plugin.sources.script_objects import DATA_SIZES, FSDP_SIZES
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
-from hf_fsdp_plugin.spec.load import assess, with_distributed_config
+from hf_fsdp_plugin.spec.load import assess, with_script_settings
 from hf_fsdp_plugin.spec.rules import fsdp_is_off
 from hf_fsdp_plugin.torch_private.functions import CollectiveGradScaler, set_timeout, timeout_of
 from hf_fsdp_plugin.torch_private.modules import entries_in_block
@@ -332,8 +332,9 @@ def adopt_models(accelerator: Any, objects: Iterable[Any]) -> None:
     if config is None or is_left_to_transformers(config):
         return
     check_handlers(vars(accelerator).values())
-    given = session().load(parallelism_config=accelerator.parallelism_config)
-    spec = with_distributed_config(plugins.with_mixed_precision(given, accelerator.mixed_precision), config)
+    spec = session().load(parallelism_config=accelerator.parallelism_config)
+    spec = plugins.with_mixed_precision(spec, accelerator.mixed_precision)
+    spec = with_script_settings(spec, distributed_config=config)
     print_warnings(spec.problems)
     private.set_in_states(accelerator.state, distributed_type=utils.DistributedType.FSDP)
     accelerator.state.fsdp_plugin = plugins.PlannedFsdpPlugin(spec)

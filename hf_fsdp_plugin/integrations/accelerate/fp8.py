@@ -22,9 +22,9 @@ from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.parameters import reads_base_layer
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
-from hf_fsdp_plugin.spec.fp8 import fp8_backend
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
-from hf_fsdp_plugin.spec.load import with_arguments
+from hf_fsdp_plugin.spec.load import with_script_settings
+from hf_fsdp_plugin.spec.rules import fp8_backend
 from hf_fsdp_plugin.state import find_part, parts_of
 from hf_fsdp_plugin.text import format_names, plural
 from hf_fsdp_plugin.torch_private.fsdp2 import convert_shards, local_changes
@@ -50,7 +50,7 @@ def with_handlers(spec: FsdpSpec, handlers: Iterable[Any], source: str) -> FsdpS
             values = {"fp8.backend": "te"}
         if values:
             origin = Origin(source=source, spelling="kwargs_handlers", text=type(handler).__name__)
-            spec = with_arguments(spec, {"launch.mixed_precision": "fp8", **values}, origin)
+            spec = with_script_settings(spec, values={"launch.mixed_precision": "fp8", **values}, origin=origin)
     return spec
 
 

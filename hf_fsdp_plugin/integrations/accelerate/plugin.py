@@ -15,7 +15,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any, Final, cast, get_args
 
 import torch
@@ -34,12 +34,12 @@ from hf_fsdp_plugin.integrations.session import attributes_in_block, session
 from hf_fsdp_plugin.messages import print_once, print_warnings
 from hf_fsdp_plugin.plan.fsdp_plan import torch_dtype
 from hf_fsdp_plugin.plan.modules import spec_of_further_model
-from hf_fsdp_plugin.plan.presharded import distributed_config_of
 from hf_fsdp_plugin.plan.resolve import resolve
+from hf_fsdp_plugin.plan.units import distributed_config_of
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
-from hf_fsdp_plugin.sources.script_objects import PLUGIN, STATE_DICT_CONFIGS, state_dict_options, unused_options
+from hf_fsdp_plugin.sources.script_objects import PLUGIN, STATE_DICT_CONFIGS, is_of_peft, unused_options
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec, StateDictKind
-from hf_fsdp_plugin.spec.load import with_arguments, with_distributed_config, with_plugin_object
+from hf_fsdp_plugin.spec.load import with_script_settings
 from hf_fsdp_plugin.strategies import STRATEGIES
 
 STATE_DICT_FIELDS: Final = frozenset({"state_dict_type", "state_dict_config", "optim_state_dict_config"})
@@ -106,8 +106,8 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
                 self.assigned = {**self.assigned, name: value}
             elif not (is_of_peft(value) and self.spec.wrap.policy == "transformer"):
                 raise refused_assignment(name, "a model has been prepared already", "Assign it before prepare().")
-        if name in STATE_DICT_CONFIGS and (options := state_dict_options(value)):
-            print_once(Problem(code="FSDP-N136", message=unused_options(name, options), origin=Origin(source=PLUGIN)))
+        if name in STATE_DICT_CONFIGS and (message := unused_options(name, value)):
+            print_once(Problem(code="FSDP-N136", message=message, origin=Origin(source=PLUGIN)))
         self.__dict__[name] = value
 
     def spec_for(self, model: nn.Module, *, is_first: bool = True, is_trained: bool = True) -> FsdpSpec:
@@ -125,7 +125,7 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
         spec = spec_with_assignments(self.spec, self.assigned) if self.assigned else self.spec
         self.assigned = {}
         if is_first:
-            spec = with_distributed_config(spec, config)
+            spec = with_script_settings(spec, distributed_config=config)
         if spec != self.spec:
             kind = self.state_dict_kind
             self._use_spec(spec)
@@ -134,7 +134,8 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
         self.is_in_use = True
         if is_first:
             return spec
-        return with_distributed_config(spec_of_further_model(spec, model, is_trained=is_trained), config)
+        spec = spec_of_further_model(spec, model, is_trained=is_trained)
+        return with_script_settings(spec, distributed_config=config)
 
     def _use_spec(self, spec: FsdpSpec) -> None:
         """Set every field from ``spec``, as values of the settings and not as assignments of the script."""
@@ -334,7 +335,7 @@ def spec_with_assignments(spec: FsdpSpec, assigned: Mapping[str, Any]) -> FsdpSp
     given = {name: _MEANING_OF_NONE.get(name) if value is None else value for name, value in assigned.items()}
     if (unknown := next((name for name, value in given.items() if value is None), None)) is not None:
         raise refused_assignment(unknown, "None is not a value of this setting", "Assign the value that is meant.")
-    changed = with_plugin_object(spec, given)
+    changed = with_script_settings(spec, plugin_fields=given)
     if changed.precision.param == "fp16" != spec.precision.param:
         reason = "fp16 needs a gradient scaler, which the Accelerator creates in its constructor"
         raise refused_assignment("mixed_precision_policy", reason, "Set mixed_precision: fp16 in the config.")
@@ -345,13 +346,6 @@ def refused_assignment(name: str, reason: str, fix: str) -> SpecError:
     """Return the error that an assignment would have no effect."""
     message = f"accelerator.state.fsdp_plugin.{name} was assigned, but {reason}."
     return SpecError([Problem(code="FSDP-E632", message=message, fix=fix)])
-
-
-def is_of_peft(policy: Any) -> bool:
-    """Return whether a wrap policy is the one that PEFT's ``fsdp_auto_wrap_policy`` returns."""
-    inner = getattr(policy, "keywords", {}).get("policies", ())
-    functions = (getattr(each, "keywords", {}).get("lambda_fn") for each in inner)
-    return any(str(getattr(function, "__module__", "")).startswith("peft.") for function in functions)
 
 
 def with_mixed_precision(spec: FsdpSpec, given: Any) -> FsdpSpec:
@@ -365,16 +359,12 @@ def with_mixed_precision(spec: FsdpSpec, given: Any) -> FsdpSpec:
     name, origin = "precision.param", Origin(source="Accelerator()", spelling="mixed_precision", text=str(given))
     given = str(given).lower()
     param: Any = {"bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}.get(given, "auto")
+    values = {name: param}
     if given != spec.launch.mixed_precision and "fp8" in (given, spec.launch.mixed_precision):
-        return with_arguments(spec, {"launch.mixed_precision": given, name: param}, origin)
-    if param == spec.precision.param:
+        values["launch.mixed_precision"] = given
+    elif param == spec.precision.param:
         return spec
-    changed, before = spec.with_values({name: param}, {name: origin}), spec.origin(name)
-    if not spec.asked(name):
-        return changed
-    message, fix = f"{before.written} is overridden by {origin}.", "Set it in one place."
-    overridden = Problem(code="FSDP-W103", setting=name, origin=before, message=message, fix=fix)
-    return replace(changed, problems=(*spec.problems, overridden))
+    return with_script_settings(spec, values=values, origin=origin)
 
 
 def update_fsdp_plugin_peft(original: Callable[..., None], model: Any, accelerator: Any) -> None:

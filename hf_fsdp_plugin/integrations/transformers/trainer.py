@@ -47,10 +47,10 @@ from hf_fsdp_plugin.integrations.transformers.preemption import AgreedCheckpoint
 from hf_fsdp_plugin.messages import print_once, print_warnings
 from hf_fsdp_plugin.plan.fsdp_plan import torch_dtype
 from hf_fsdp_plugin.plan.names import unwrapped
-from hf_fsdp_plugin.plan.presharded import distributed_config_of
+from hf_fsdp_plugin.plan.units import distributed_config_of
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
-from hf_fsdp_plugin.spec.load import with_distributed_config
+from hf_fsdp_plugin.spec.load import with_script_settings
 from hf_fsdp_plugin.state import parts_of
 from hf_fsdp_plugin.text import format_names
 from hf_fsdp_plugin.torch_private.fsdp1 import flat_shapes
@@ -82,7 +82,7 @@ def _spec_of_trainer(trainer: Any) -> FsdpSpec | None:
         return spec
     mesh = trainer.args.parallelism_config
     spec = spec or session().load(training_arguments=fsdp_arguments(trainer.args), parallelism_config=mesh)
-    spec = with_distributed_config(spec, config)
+    spec = with_script_settings(spec, distributed_config=config)
     print_warnings(spec.problems)
     private.hide_loading(trainer.model)
     return spec

@@ -14,8 +14,7 @@ import pickle
 import sys
 import time
 import warnings
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -38,10 +37,10 @@ from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, torch_dtype
 from hf_fsdp_plugin.plan.meta_model import config_and_class, meta_model
 from hf_fsdp_plugin.plan.resolve import resolve
-from hf_fsdp_plugin.sources.environment import LaunchHandover
-from hf_fsdp_plugin.sources.interface import Sources
+from hf_fsdp_plugin.rank_variables import LaunchHandover
+from hf_fsdp_plugin.sources.interface import SourceSettings
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
-from hf_fsdp_plugin.spec.load import assess
+from hf_fsdp_plugin.spec.load import add_settings, combine
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.tools.bench.cases import DDP, JOB_FILE, Case, CaseGroup, WorldJob
 from hf_fsdp_plugin.tools.preflight.clone import MadeData, collate
@@ -63,11 +62,11 @@ class CaseRunner:
     """Measures the cases of a job on one rank.
 
     Args:
-        sources: the settings that all cases share.
+        given: the settings that all cases share.
     """
 
-    def __init__(self, job: WorldJob, device: torch.device, sources: Sources) -> None:
-        self._job, self._device, self._sources = job, device, sources
+    def __init__(self, job: WorldJob, device: torch.device, given: Sequence[SourceSettings]) -> None:
+        self._job, self._device, self._given = job, device, given
         self._table = get_device(device.type)
         self._memory = PeakMemory(self._table)
         self._environ = _settings_in(os.environ)
@@ -119,13 +118,13 @@ class CaseRunner:
     def _build(self, case: Case) -> Loop:
         for name in _settings_in(os.environ).keys() - self._environ.keys():
             del os.environ[name]  # set by an Accelerator of another case
-        sources = replace(self._sources, overrides=(*self._sources.overrides, *case.overrides))
         config, model_class = config_and_class(self._job.model)
         if hasattr(config, "use_cache"):
             config.use_cache = False
         torch.manual_seed(_SEED)
         model: nn.Module = model_class(config)  # random fp32 weights, the same on all ranks
-        loop = make_loop(case, assess(sources).checked_spec(), model.train(), self._device)
+        spec = combine(add_settings(self._given, overrides=case.overrides)).checked_spec()
+        loop = make_loop(case, spec, model.train(), self._device)
         loop.enter()
         return loop
 
@@ -299,7 +298,7 @@ def main(folder: Path) -> None:
     if not dist.is_initialized():  # install() starts one for some settings
         dist.init_process_group(table.process_group_backend, timeout=_TIMEOUT)
     device = torch.device("cpu") if job.device == "cpu" else torch.device(job.device, local_rank)
-    runner = CaseRunner(job, device, handover.sources)
+    runner = CaseRunner(job, device, handover.given)
     runner.prepare(job.groups[0])
     for number, group in enumerate(job.groups):
         rows = runner.run(group)

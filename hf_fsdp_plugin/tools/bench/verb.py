@@ -25,12 +25,13 @@ from hf_fsdp_plugin.host_memory import available_memory
 from hf_fsdp_plugin.launcher.flags import Parser, add_override_flag, add_setting_flags
 from hf_fsdp_plugin.launcher.world import FoundDevices, World, find_devices, num_cores, resolve_world
 from hf_fsdp_plugin.problems import Problem, SpecError, UsageError, has_errors
-from hf_fsdp_plugin.rank_variables import HANG_LIMIT_VARIABLE
+from hf_fsdp_plugin.rank_variables import HANG_LIMIT_VARIABLE, LaunchHandover
 from hf_fsdp_plugin.runs.failures import AttemptResult, summarize_exit
-from hf_fsdp_plugin.sources.environment import LaunchHandover, user_variables
-from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
+from hf_fsdp_plugin.sources.environment import user_variables
+from hf_fsdp_plugin.sources.interface import Sources, SourceSettings
+from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
-from hf_fsdp_plugin.spec.load import assess
+from hf_fsdp_plugin.spec.load import add_settings, combine, read_settings
 from hf_fsdp_plugin.text import format_memory
 from hf_fsdp_plugin.tools.bench import cases as bench
 from hf_fsdp_plugin.tools.bench.cases import Case, CaseGroup
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("give --model.")
     problems: list[Problem] = []
     try:
-        sources, spec = _settings(args, problems)
+        given, spec = _settings(args, problems)
         model, model_problems = load_meta_model(args.model)
         problems += model_problems
         if model is None or has_errors(problems):
@@ -117,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.json:
         print_problems(problems)
     job = bench.WorldJob(model=name, device=device, threads=head["threads"], workload=head["workload"], groups=groups)
-    number = run_worlds(job, worlds, results, LaunchHandover(sources=sources, quiet=True), spec)
+    number = run_worlds(job, worlds, results, LaunchHandover(given=given, quiet=True), spec)
     tree = results.to_json(head)
     fix = "The other cases are measured. Run this case again with other settings, or alone."
     failed = [
@@ -134,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
     return OK if tree["ok"] else PROBLEMS
 
 
-def _settings(args: argparse.Namespace, problems: list[Problem]) -> tuple[Sources, FsdpSpec]:
+def _settings(args: argparse.Namespace, problems: list[Problem]) -> tuple[tuple[SourceSettings, ...], FsdpSpec]:
     """Return the settings that all cases share."""
     sources = Sources(
         config=ConfigFile.at(args.config_file) if args.config_file is not None else None,
@@ -143,15 +144,16 @@ def _settings(args: argparse.Namespace, problems: list[Problem]) -> tuple[Source
         environ=user_variables(os.environ),
     )
     sources = with_converted_config(sources)
-    assessment = assess(sources)
+    given = read_settings(sources)
+    assessment = combine(given)
     if assessment.ok:
         added = [f"{name}={value}" for name, value in _DEFAULTS.items() if not assessment.spec.asked(name)]
-        sources = replace(sources, overrides=[*added, *sources.overrides])
-        assessment = assess(sources)
+        given = add_settings(given, overrides=added)
+        assessment = combine(given)
     if assessment.ok:
         print_conversion(sources.converted)
     problems += assessment.problems
-    return sources, assessment.spec
+    return tuple(given), assessment.spec
 
 
 def _find_worlds(

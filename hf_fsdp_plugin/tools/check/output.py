@@ -5,20 +5,22 @@ The plan of a model imports torch when it is made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.cli import output
 from hf_fsdp_plugin.cli.output import Color, colored
 from hf_fsdp_plugin.problems import DEFAULT_ORIGIN, Origin, Problem, SpecError, has_errors
-from hf_fsdp_plugin.sources.interface import ConfigFile, Sources, SourceSettings
-from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
+from hf_fsdp_plugin.sources.interface import Sources, SourceSettings
+from hf_fsdp_plugin.sources.tree import ConfigFile
+from hf_fsdp_plugin.spec.fsdp_spec import FAMILY_DEFAULTS, FsdpSpec
 from hf_fsdp_plugin.spec.load import assess
-from hf_fsdp_plugin.spec.rules import check_defaults_without_script, defaults_of_script, fsdp_is_off
+from hf_fsdp_plugin.spec.rules import fsdp_is_off
 from hf_fsdp_plugin.spec.values import setting_to_json
-from hf_fsdp_plugin.text import format_value, plural, printable, wrap_items, wrap_words
+from hf_fsdp_plugin.text import format_value, plural, printable, wrap_words
 from hf_fsdp_plugin.tools.shared import colored_table
+from hf_fsdp_plugin.tools.text import wrap_items
 from hf_fsdp_plugin.vocabulary import BY_NAME, ROWS, canonical_setting, find_row
 
 if TYPE_CHECKING:
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
     from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
     from hf_fsdp_plugin.tools.preflight.run import PreflightResult
 
-_UNKNOWN_KEYS: Final = frozenset({"FSDP-E020", "FSDP-E030", "FSDP-E032"})
 _PARAGRAPH: Final = 110
 _ROW_INDENT: Final = 4
 """Width of the line numbers before the keys."""
@@ -102,7 +103,7 @@ def check_sources(
         plan, more = find_plan(spec)
         problems += more
     if not has_errors(problems):
-        problems += check_defaults_without_script(spec)
+        problems += _check_defaults_without_script(spec)
     config = sources.config.shown if isinstance(sources.config, ConfigFile) else None
     problems = output.in_line_order(dict.fromkeys(problems))
     code = output.exit_code(problems, config)
@@ -131,7 +132,7 @@ def plan_with_problems(
     spec: FsdpSpec, model: nn.Module, *, world_size: int, device_type: str
 ) -> tuple[FsdpPlan | None, tuple[Problem, ...]]:
     """Return the plan and its problems; no plan if a problem is an error."""
-    from hf_fsdp_plugin.plan.padding import with_padding_warning
+    from hf_fsdp_plugin.plan.parameters import with_padding_warning
     from hf_fsdp_plugin.plan.resolve import resolve
 
     try:
@@ -193,7 +194,7 @@ def settings_table(spec: FsdpSpec, problems: Sequence[Problem], shown: str | Non
 
 def _origin_text(origin: Origin, shown: str | None, room: int | None) -> str:
     """Return an origin, without its value if that does not fit: the second column contains it."""
-    place = "" if origin.source in ("command line", "--set") else origin.place
+    place = "" if origin.source in ("command line", "--set") else origin.source_line
     if origin.file is not None and origin.file == shown:
         place = str(origin.line or "").rjust(_ROW_INDENT) + " "
     flag = "--set" if origin.source == "--set" else ""
@@ -209,7 +210,7 @@ def refused_settings(spec: FsdpSpec, problems: Iterable[Problem]) -> dict[str, O
         name, origin, key = problem.setting, problem.origin, problem.suggestion
         if problem.severity != "error" or origin is None or origin == DEFAULT_ORIGIN or not origin.spelling:
             continue
-        if problem.code in _UNKNOWN_KEYS:
+        if problem.code == "FSDP-E020":
             row = BY_NAME.get(key) or find_row(key, dict.fromkeys(row.scope for row in ROWS)) if key else None
             name = canonical_setting(row.name) if row is not None else None
         if name in names and not spec.asked(name):
@@ -240,7 +241,7 @@ def describe_run(spec: FsdpSpec) -> str:
     precision: str = "no mixed precision" if spec.precision.param == "auto" else spec.precision.param
     precision = f"fp8 and {precision}" if spec.uses_fp8 else precision
     text = f"Runs FSDP{spec.fsdp.version} {spec.sharding.strategy} {on}; {_units(spec)}; {precision}."
-    if of_script := defaults_of_script(spec):
+    if of_script := _defaults_of_script(spec):
         scripted = spec.with_values(of_script, {})
         text += (
             f" If TrainingArguments in the script set fsdp, it runs FSDP{scripted.fsdp.version}; {_units(scripted)}."
@@ -254,3 +255,22 @@ def _units(spec: FsdpSpec) -> str:
         "size": f"units of at least {spec.wrap.min_num_params:,} parameters",
         "none": "the whole model is one unit",
     }[spec.wrap.policy]
+
+
+def _defaults_of_script(spec: FsdpSpec) -> Mapping[str, Any]:
+    """Return the settings that have another default in a script whose ``TrainingArguments`` set ``fsdp``."""
+    defaults = FAMILY_DEFAULTS["training_arguments"] if spec.enabled else {}
+    return {name: value for name, value in defaults.items() if not spec.asked(name) and spec.get(name) != value}
+
+
+def _check_defaults_without_script(spec: FsdpSpec) -> Iterator[Problem]:
+    """Report defaults that depend on the script, for a caller that does not know the script."""
+    if of_script := _defaults_of_script(spec):
+        keys = " and ".join(BY_NAME[name].key for name in of_script)
+        here = ", ".join(f"{name} {spec.get(name)}" for name in of_script)
+        there = ", ".join(f"{name} {value}" for name, value in of_script.items())
+        message = (
+            f"no source sets {keys}, and the defaults depend on the script: {here}; if TrainingArguments in the script "
+            f"set fsdp: {there}."
+        )
+        yield spec.problem("FSDP-N161", next(iter(of_script)), message, f"Set {keys}.")

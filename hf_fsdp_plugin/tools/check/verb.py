@@ -22,8 +22,8 @@ from hf_fsdp_plugin.cli.output import OK, PROBLEMS, in_line_order, print_json, p
 from hf_fsdp_plugin.launcher.flags import Parser, add_override_flag, add_setting_flags
 from hf_fsdp_plugin.problems import Problem, UsageError, has_errors
 from hf_fsdp_plugin.sources.environment import default_config_file
-from hf_fsdp_plugin.sources.interface import MAX_BYTES, ConfigFile, Sources, config_of, read_text
-from hf_fsdp_plugin.sources.tree import ConfigFileError
+from hf_fsdp_plugin.sources.interface import Sources, config_of
+from hf_fsdp_plugin.sources.tree import MAX_BYTES, ConfigFile, ConfigFileError, read_text
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.text import printable
 from hf_fsdp_plugin.tools.check.output import Checked, check_sources, plan_of_model, verdict_line

@@ -16,11 +16,12 @@ from hf_fsdp_plugin.cli.output import Color, colored, text_width
 from hf_fsdp_plugin.launcher.world import FoundDevices
 from hf_fsdp_plugin.problems import Problem, SpecError, UsageError
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
-from hf_fsdp_plugin.spellings import FALSE_WORDS, TRUE_WORDS
 from hf_fsdp_plugin.strategies import STRATEGIES
-from hf_fsdp_plugin.text import format_count, format_memory, parse_bytes, wrap_words
+from hf_fsdp_plugin.text import format_count, format_memory, wrap_words
 from hf_fsdp_plugin.tools.check.output import load_meta_model
 from hf_fsdp_plugin.tools.config.text import stock_limits
+from hf_fsdp_plugin.tools.text import parse_bytes
+from hf_fsdp_plugin.vocabulary import FALSE_WORDS, TRUE_WORDS
 
 if TYPE_CHECKING:
     from torch import nn

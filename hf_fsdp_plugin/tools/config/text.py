@@ -18,10 +18,9 @@ import yaml
 from hf_fsdp_plugin.axes import MODEL_AXES
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
-from hf_fsdp_plugin.spellings import nearest_word
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_value
-from hf_fsdp_plugin.vocabulary import BY_NAME, PREFIXES, TABLES, Scope, SettingRow, find_row, plain_key
+from hf_fsdp_plugin.vocabulary import BY_NAME, PREFIXES, TABLES, Scope, SettingRow, find_row, nearest_word, plain_key
 
 _STOCK_NAMES: Final = frozenset({"wrap.policy", "prefetch.backward", "checkpoint.state_dict"})
 """Settings whose values stock Accelerate accepts under one name only, such as ``TRANSFORMER_BASED_WRAP``."""

@@ -27,7 +27,8 @@ from hf_fsdp_plugin.launcher.world import DeviceSearch
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError, has_errors
 from hf_fsdp_plugin.sources import environment
 from hf_fsdp_plugin.sources.environment import default_config_file
-from hf_fsdp_plugin.sources.interface import ConfigFile, Sources, config_tree, read_text
+from hf_fsdp_plugin.sources.interface import Sources
+from hf_fsdp_plugin.sources.tree import ConfigFile, config_tree, read_text
 from hf_fsdp_plugin.spec.load import Assessment, assess
 from hf_fsdp_plugin.spec.values import setting_to_json
 from hf_fsdp_plugin.text import printable

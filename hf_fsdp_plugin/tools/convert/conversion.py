@@ -35,7 +35,7 @@ def print_outcomes(outcomes: Sequence[KeyOutcome]) -> None:
     rows, without = [("place", "key", "becomes")], dict[str, list[str]]()
     for outcome in outcomes:
         if outcome.becomes:
-            rows.append((outcome.origin.place, outcome.origin.written, ", ".join(outcome.becomes)))
+            rows.append((outcome.origin.source_line, outcome.origin.written, ", ".join(outcome.becomes)))
         else:
             without.setdefault(outcome.why, []).append(outcome.origin.spelling)
     width = text_width(sys.stderr)

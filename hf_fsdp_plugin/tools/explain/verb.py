@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from hf_fsdp_plugin.cli.output import print_result
 from hf_fsdp_plugin.problems import AREAS, CODE, UsageError
-from hf_fsdp_plugin.spellings import did_you_mean, nearest_word
 from hf_fsdp_plugin.text import format_table
+from hf_fsdp_plugin.vocabulary import did_you_mean, nearest_word
 
 _HEADING = re.compile(rf"## ({CODE.pattern}): (\S.*)")
 

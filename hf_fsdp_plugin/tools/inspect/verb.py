@@ -21,6 +21,7 @@ from hf_fsdp_plugin.checkpoint.checking.inspection import Summary, checkpoints_o
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, print_json, print_problems, print_result, text_width
 from hf_fsdp_plugin.problems import CheckpointError, UsageError
 from hf_fsdp_plugin.tools.shared import check_folder
+from hf_fsdp_plugin.tools.text import wrap_items
 
 _FILES_SHOWN = 20
 _WIDTH = 112
@@ -103,7 +104,7 @@ def _table(rows: Iterable[CheckpointRow]) -> str:
 def _text(summary: Summary, *, parameters: bool, optimizer: bool) -> str:
     lines = [f"{text.printable(str(summary.path))}: {'complete' if summary.incomplete is None else 'incomplete'}"]
     for label, fact in _facts(summary):
-        lines += text.wrap_items(
+        lines += wrap_items(
             text.printable(fact).split(", "), min(text_width() or _WIDTH, _WIDTH), label=f"  {label:<10} "
         )
     if parameters:

@@ -16,8 +16,9 @@ from pathlib import Path
 from hf_fsdp_plugin.checkpoint.merging.merge import Merged, MergeOptions, merge
 from hf_fsdp_plugin.cli.output import print_result
 from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem, UsageError
-from hf_fsdp_plugin.text import SHORT_DTYPES, format_bytes, parse_bytes, plural, printable
+from hf_fsdp_plugin.text import SHORT_DTYPES, format_bytes, plural, printable
 from hf_fsdp_plugin.tools.shared import ProgressBars, check_folder
+from hf_fsdp_plugin.tools.text import parse_bytes
 
 DTYPES = {name: of_torch for of_torch, name in SHORT_DTYPES.items()}
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
-from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
+from hf_fsdp_plugin.sources.interface import Sources
+from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.spec.values import setting_to_json
 from hf_fsdp_plugin.text import format_memory

@@ -14,17 +14,17 @@ from typing import Any, Final
 
 from hf_fsdp_plugin.axes import MODEL_AXES
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
-from hf_fsdp_plugin.sources.interface import ConfigFile, Sources, SourceSettings, config_tree, read_text
+from hf_fsdp_plugin.sources.interface import Sources, SourceSettings
+from hf_fsdp_plugin.sources.tree import ConfigFile, config_tree, read_text
 from hf_fsdp_plugin.spec.fsdp_spec import VERSION_DEFAULTS, FsdpSpec
 from hf_fsdp_plugin.spec.load import Assessment, assess
-from hf_fsdp_plugin.spellings import FALSE_WORDS, TRUE_WORDS
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_value
 from hf_fsdp_plugin.tools.config import text as config_text
 from hf_fsdp_plugin.tools.config.text import Changes, Key, line_of
 from hf_fsdp_plugin.tools.convert.conversion import with_converted_config
 from hf_fsdp_plugin.tools.convert.dialects.interface import DialectReading
-from hf_fsdp_plugin.vocabulary import PREFIXES, find_row
+from hf_fsdp_plugin.vocabulary import FALSE_WORDS, PREFIXES, TRUE_WORDS, find_row
 
 _ONLY_FSDP1: Final = ("params.use_orig", "prefetch.limit_all_gathers")
 """Settings without an effect under FSDP2."""

@@ -15,10 +15,11 @@ from hf_fsdp_plugin.cli.output import OK, PROBLEMS, colored, print_problems, pri
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, equal_units
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.strategies import STRATEGIES
-from hf_fsdp_plugin.text import format_count, format_memory, format_seconds, format_table, plural, printable, wrap_words
+from hf_fsdp_plugin.text import format_count, format_memory, format_table, plural, printable, wrap_words
 from hf_fsdp_plugin.tools.plan.estimate import types
 from hf_fsdp_plugin.tools.plan.estimate.machines import RANKS_PER_MACHINE
 from hf_fsdp_plugin.tools.plan.suggestions import suggest
+from hf_fsdp_plugin.tools.text import format_seconds
 
 if TYPE_CHECKING:
     from torch import nn

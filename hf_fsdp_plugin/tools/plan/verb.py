@@ -20,13 +20,13 @@ from hf_fsdp_plugin.cli.output import exit_code, in_line_order, print_failure
 from hf_fsdp_plugin.launcher.flags import FLAG_TABLES, Parser, add_setting_flags
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError, UsageError, has_errors
 from hf_fsdp_plugin.sources.environment import default_config_file
-from hf_fsdp_plugin.text import SIZE_SPELLINGS, nearest_multiples, parse_bytes
 from hf_fsdp_plugin.tools.check import verb as check
 from hf_fsdp_plugin.tools.check.output import load_meta_model, plan_with_problems
 from hf_fsdp_plugin.tools.convert.conversion import print_conversion
 from hf_fsdp_plugin.tools.plan.estimate.types import Attention, Optimizer, UpdateLoop, Workload
 from hf_fsdp_plugin.tools.plan.output import Planned, print_prediction
 from hf_fsdp_plugin.tools.shared import check_needs
+from hf_fsdp_plugin.tools.text import SIZE_SPELLINGS, nearest_multiples, parse_bytes
 
 if TYPE_CHECKING:
     from torch import nn

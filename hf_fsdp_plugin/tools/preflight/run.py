@@ -22,10 +22,12 @@ from hf_fsdp_plugin.axes import MODEL_AXES
 from hf_fsdp_plugin.cli.output import Color, colored
 from hf_fsdp_plugin.launcher.flags import Parser, why_refused
 from hf_fsdp_plugin.problems import Problem, UsageError, has_errors
+from hf_fsdp_plugin.rank_variables import LaunchHandover
 from hf_fsdp_plugin.sources.command_line import flag_name
-from hf_fsdp_plugin.sources.environment import LaunchHandover, user_variables
-from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
+from hf_fsdp_plugin.sources.environment import user_variables
+from hf_fsdp_plugin.sources.interface import Sources
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
+from hf_fsdp_plugin.spec.load import read_settings
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_count, format_names, plural
 from hf_fsdp_plugin.tools.shared import colored_table, run_job
@@ -160,19 +162,14 @@ def run_preflight(spec: FsdpSpec, sources: Sources, options: stages.Options, lim
     with tempfile.TemporaryDirectory(prefix="hf_fsdp_preflight_", ignore_cleanup_errors=True) as scratch:
         folder = Path(scratch) / "run"
         folder.mkdir()
-        config = sources.config
-        if isinstance(config, ConfigFile) and config.data is not None:  # text from stdin, which the ranks cannot read
-            config = replace(config, path=Path(scratch) / f"config{config.path.suffix or '.yaml'}")
-            config.path.write_bytes(config.data or b"")
         sources = replace(
             sources,
-            config=config,
             overrides=(*sources.overrides, *overrides),
             training_arguments={},
             world_size=None,
             environ=user_variables(os.environ),
         )
-        handover = LaunchHandover(sources=sources, report=str(folder / stages.REPORT_FILE))
+        handover = LaunchHandover(given=tuple(read_settings(sources)), report=str(folder / stages.REPORT_FILE))
         env = {"TMPDIR": scratch, "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"}
         env[stages.VARIABLE] = json.dumps(asdict(replace(options, folder=str(folder))))
         # Accelerators are hidden, so that libraries cannot take them.

@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass, replace
 from statistics import mean, median
 from typing import Any, Final, NamedTuple
 
-from hf_fsdp_plugin.text import format_memory, format_seconds
+from hf_fsdp_plugin.text import format_memory
 from hf_fsdp_plugin.tools.plan.estimate.types import CollectiveKind
 from hf_fsdp_plugin.tools.profile.rank_profile import PHASES, RankProfile, Sums, TimedCollective, Times, UnitSeconds
+from hf_fsdp_plugin.tools.text import format_seconds
 
 _LEAST_SHARE: Final = 0.01
 """Share of a step below which a gain is not worth a suggestion."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from hf_fsdp_plugin.sources.interface import ConfigFile
+from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.tools.migrate.rewriting import migrate
 from scripts.bench.common import child_environment, make_parser
 from scripts.bench.tables.update_results import write_result

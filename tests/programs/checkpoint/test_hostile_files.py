@@ -59,4 +59,4 @@ def test_problems_of_the_config_check_have_a_place(tmp_path: Path) -> None:
     with ConfigCheck(tmp_path, 0, tmp_path) as check:
         (found,) = check.problems()
     assert found.code == "FSDP-N475" and found.origin is not None
-    assert found.origin.place == str(tmp_path / "config.json")
+    assert found.origin.source_line == str(tmp_path / "config.json")

@@ -56,7 +56,7 @@ def codes(text: str) -> list[str]:
     ("words", "code"),
     [
         ("--world-sizes 2000", "FSDP-E702"),
-        ("--set sharding.stratgy=full_shard", "FSDP-E032"),
+        ("--set sharding.stratgy=full_shard", "FSDP-E020"),
         ("--strategies hybrid_shard --world-sizes 2", "FSDP-E781"),
     ],
 )

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
-from hf_fsdp_plugin.plan.presharded import sharded_units
+from hf_fsdp_plugin.plan.units import sharded_units
 from tests.support.model_families import FAMILIES
 from tests.unit.plan.plans import planned, wrapping
 

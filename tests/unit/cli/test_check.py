@@ -9,8 +9,9 @@ import pytest
 
 from hf_fsdp_plugin.cli.main import VERBS, main
 from hf_fsdp_plugin.launcher import world
-from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
-from hf_fsdp_plugin.spec import fp8
+from hf_fsdp_plugin.sources.interface import Sources
+from hf_fsdp_plugin.sources.tree import ConfigFile
+from hf_fsdp_plugin.spec import rules
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess
 
@@ -229,7 +230,7 @@ def test_unknown_flag_has_a_suggestion(capsys, argv, hint):
 
 def test_section_in_set_names_what_to_write(capsys, config):
     code, result = check(capsys, str(config), "--set", "fsdp_config=x")
-    (problem,) = (problem for problem in result["problems"] if problem["code"] == "FSDP-E032")
+    (problem,) = (problem for problem in result["problems"] if problem["code"] == "FSDP-E020")
     assert code == 1 and "section" in problem["message"] and "--fsdp_config" in problem["fix"]
 
 
@@ -431,7 +432,7 @@ def test_check_starts_without_the_modules_of_ranks(tmp_path, imports_no_heavy_li
 
 
 def test_summary_names_fp8_and_the_other_precision(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(fp8, "_is_installed", lambda backend: True)
+    monkeypatch.setattr(rules, "_is_installed", lambda backend: True)
     path = tmp_path / "fp8.yaml"
     path.write_text("distributed_type: FSDP\nmixed_precision: fp8\nfsdp_config: {fsdp_version: 2}\n")
     assert main(["check", str(path)]) == 0

@@ -11,7 +11,8 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
-from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
+from hf_fsdp_plugin.sources.interface import Sources
+from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.tools.convert.conversion import with_converted_config
@@ -155,7 +156,7 @@ def test_json_has_the_outcome_of_every_key(hf_fsdp, source):
         ('{"zero_optimization": {"stag": 3}}', "FSDP-E061"),
         ('{"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 3}}', "FSDP-E101"),
         ('{"distributed_type": "NO"}', "FSDP-E736"),
-        ("{", "FSDP-E007"),
+        ("{", "FSDP-E006"),
     ],
 )
 def test_invalid_source_is_one_error_and_writes_nothing(hf_fsdp, tmp_path, text, code):

@@ -12,8 +12,6 @@ import pytest
 from hf_fsdp_plugin.cli.launch import _with_backend
 from hf_fsdp_plugin.launcher.flags import parse_launch_arguments
 from hf_fsdp_plugin.problems import UsageError
-from hf_fsdp_plugin.sources.environment import LAUNCH_VARIABLE, LaunchHandover
-from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
 from hf_fsdp_plugin.spec.load import load_spec
 
 CONFIG = "distributed_type: FSDP\nuse_cpu: true\nfsdp_config:\n  fsdp_version: 2\n"
@@ -205,13 +203,3 @@ def test_arguments_after_the_script_are_unchanged() -> None:
     assert (parsed.script, parsed.script_args) == ("train.py", ("--num_processes", "3", "--", "-m"))
     with pytest.raises(UsageError, match="unknown flag --learning_rate"):
         parse_launch_arguments(["--learning_rate", "1", "train.py"])
-
-
-def test_handover_round_trips_and_refuses_invalid_text() -> None:
-    config = ConfigFile(path=Path("/a/b.yaml"), shown="b.yaml")
-    sources = Sources(config=config, command_line=("--cpu",), overrides=("a=b",), environ={"A": "ü"})
-    written = LaunchHandover(sources=sources, quiet=True, report="/a/report.json", report_table=True)
-    assert LaunchHandover.from_env(written.to_env()) == written
-    assert LaunchHandover.from_env({}) is None
-    with pytest.raises(ValueError, match=f"{LAUNCH_VARIABLE} does not"):
-        LaunchHandover.from_env({LAUNCH_VARIABLE: '{"config": null}'})

@@ -127,7 +127,7 @@ def value_in_config(self: Builder) -> Case:
     key, raw = making.written_key(self.random, setting), self.value(setting)
     case = self.single("value in a dict", "config", setting, key, raw, {"config": config_of(setting, key, raw)})
     if too_deep(raw):
-        case.whole = frozenset({"FSDP-E014"})
+        case.whole = frozenset({"FSDP-E055"})
     return case
 
 
@@ -219,7 +219,7 @@ def value_in_arguments(self: Builder) -> Case:
     sources = {"training_arguments": {"fsdp": True, "fsdp_config": inner}}
     case = self.single("value in TrainingArguments", "TrainingArguments", setting, key, raw, sources)
     if too_deep(raw):
-        case.whole = frozenset({"FSDP-E014"})
+        case.whole = frozenset({"FSDP-E055"})
     return case
 
 
@@ -247,7 +247,7 @@ def value_in_distributed(self: Builder) -> Case:
         "value in a DistributedConfig", "DistributedConfig", setting, key, raw, {"distributed_config": config}
     )
     if too_deep(raw):
-        case.whole = frozenset({"FSDP-E014"})
+        case.whole = frozenset({"FSDP-E055"})
     case.unchecked = raw is None  # the field has the default of a DistributedConfig, which is a setting
     return case
 
@@ -261,7 +261,7 @@ def argument(self: Builder) -> Case:
     sources = {"training_arguments": {key: raw}, "config": {"distributed_type": "FSDP", "fsdp_config": {}}}
     case = self.single("value in TrainingArguments", "TrainingArguments", setting, key, raw, sources)
     if too_deep(raw):
-        case.whole = frozenset({"FSDP-E014"})
+        case.whole = frozenset({"FSDP-E055"})
     if raw is None or raw is False:  # the default of the argument
         case.expected = [Expected(setting, key, NOT_SET, is_reported=False)]
     return case
@@ -495,7 +495,7 @@ def broken_file(self: Builder) -> Case:
         "zero": (text.encode() + b"\0", "FSDP-E005"),
         "empty": (pick(self.random, ("", " ", "\n\n", "# comment\n", "---\n")), "FSDP-E008"),
         "list": ("- a\n- b\n", "FSDP-E009"),
-        "deep": ("a: " + "[" * 40 + "]" * 40, "FSDP-E012"),
+        "deep": ("a: " + "[" * 40 + "]" * 40, "FSDP-E004"),
         "long": (text + "#" * (1 << 20), "FSDP-E004"),
     }
     way = pick(self.random, list(breaks))

@@ -20,7 +20,8 @@ import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.cli.main import main
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.launcher.flags import parse_launch_arguments
-from hf_fsdp_plugin.sources.environment import LAUNCH_VARIABLE
+from hf_fsdp_plugin.rank_variables import LAUNCH_VARIABLE
+from hf_fsdp_plugin.spec.load import read_settings
 
 NAMES = ("fsdp.version", "sharding.strategy", "wrap.policy", "wrap.classes", "wrap.min_num_params", "offload.params")
 Decision = tuple[Any, ...] | None
@@ -100,9 +101,10 @@ def by_check(capsys: pytest.CaptureFixture[str], *argv: str) -> Decision:
 
 def by_launch(monkeypatch: pytest.MonkeyPatch, *argv: str) -> Decision:
     """Return what ``install`` decides in a rank of ``hf-fsdp launch`` with these flags."""
-    from hf_fsdp_plugin.cli.launch import _handover
+    from hf_fsdp_plugin.cli.launch import _handover, _sources
 
-    handover = _handover(parse_launch_arguments([*argv, "train.py"]))
+    arguments = parse_launch_arguments([*argv, "train.py"])
+    handover = _handover(arguments, read_settings(_sources(arguments)))
     monkeypatch.setenv(LAUNCH_VARIABLE, handover.to_env()[LAUNCH_VARIABLE])
     decision = decided(hfp.install())
     hfp.uninstall()
@@ -174,3 +176,15 @@ def test_second_install_names_the_replaced_config(tmp_path: Path, capsys: pytest
     spec = hfp.install(paths[1])
     assert spec is not None and spec.get("fsdp.version") == 2
     assert f"{paths[1]}, which replaces {paths[0]}" in capsys.readouterr().err
+
+
+def test_script_without_launcher_reads_its_config_once(tmp_path: Path) -> None:
+    path = tmp_path / "fsdp.yaml"
+    path.write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_offload_params: true\n")
+    hfp.install(path)
+    path.unlink()
+    arguments = TrainingArguments("out", use_cpu=True, fsdp=True, fsdp_config={"version": 2})
+    spec = session.spec_of_arguments(arguments)
+    assert spec is not None and spec.offload.params and spec.origin("offload.params").source_line == f"{path}:3"
+    second = hfp.install(overrides=["mesh.shard=1"])  # it completes the settings of the first call
+    assert second is not None and second.offload.params and second.mesh.shard == 1

@@ -37,7 +37,7 @@ from hf_fsdp_plugin.integrations.accelerate.prepare import _unit_compiler
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.problems import SpecError
-from hf_fsdp_plugin.spec import fp8
+from hf_fsdp_plugin.spec import rules
 from hf_fsdp_plugin.supported import installed_versions, release_of
 from hf_fsdp_plugin.torch_private.functions import timeout_of
 from scripts.script_arguments import ROWS, DocumentedRow
@@ -266,13 +266,13 @@ def test_defaults_of_handlers_are_accepted(handler: Any, printed: Callable[[], l
 
 @pytest.mark.usefixtures("rank")
 def test_fp8_without_its_library_has_one_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8, "_is_installed", lambda backend: False)
+    monkeypatch.setattr(rules, "_is_installed", lambda backend: False)
     assert raised(lambda: Accelerator(mixed_precision="fp8")) == ["FSDP-E166"]
     on = {"distributed_type": "FSDP"}
     assert raised(lambda: hfp.load_spec(on, environ={"ACCELERATE_MIXED_PRECISION": "fp8"})) == ["FSDP-E166"]
     assert raised(lambda: hfp.load_spec(on, training_arguments={"fp8": True}, environ={})) == ["FSDP-E166"]
     assert raised(lambda: hfp.load_spec({**on, "mixed_precision": "fp8"}, environ={})) == ["FSDP-E166"]
-    monkeypatch.setattr(fp8, "_is_installed", lambda backend: True)
+    monkeypatch.setattr(rules, "_is_installed", lambda backend: True)
     assert raised(lambda: hfp.load_spec({**on, "mixed_precision": "fp8"}, environ={})) == []
 
 
@@ -493,7 +493,7 @@ def test_timeout_of_a_started_group_is_a_warning(printed: Callable[[], list[str]
 
 @pytest.mark.usefixtures("rank")
 def test_gpu_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8, "_is_installed", lambda backend: True)
+    monkeypatch.setattr(rules, "_is_installed", lambda backend: True)
     monkeypatch.setattr(recipes, "accelerator_type", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     spec = hfp.load_spec({"distributed_type": "FSDP", "mixed_precision": "fp8"}, environ={})

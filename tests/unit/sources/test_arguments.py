@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from hf_fsdp_plugin import SpecError, load_spec
-from hf_fsdp_plugin.spec.load import with_distributed_config
+from hf_fsdp_plugin.spec.load import with_script_settings
 
 HUGE = 10**5000
 
@@ -70,7 +70,7 @@ def test_argument_that_is_too_deep_is_an_error(value: Any) -> None:
         {"distributed_config": {"fsdp_size": value}},
         {"overrides": {key: value}},
     ):
-        assert _errors(**given) == ["FSDP-E014"]
+        assert _errors(**given) == ["FSDP-E055"]
 
 
 @pytest.mark.parametrize("value", STRANGE, ids=lambda value: type(value).__name__)
@@ -92,14 +92,14 @@ def test_strange_launch_value_is_an_error(key: str, value: Any) -> None:
 
 @pytest.mark.parametrize("value", [HUGE, Silent(), 5, b"{}", ["a"], object()], ids=lambda value: type(value).__name__)
 def test_fsdp_config_of_the_wrong_type_is_an_error(value: Any) -> None:
-    assert _errors(fsdp=True, fsdp_config=value) == ["FSDP-E034"]
+    assert _errors(fsdp=True, fsdp_config=value) == ["FSDP-E055"]
 
 
 def test_later_distributed_config_of_the_wrong_type_is_an_error() -> None:
     spec = load_spec({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}, environ={})
-    for value, code in ((5, "FSDP-E055"), ({"fsdp_size": _nested(25)}, "FSDP-E014")):
+    for value, code in ((5, "FSDP-E055"), ({"fsdp_size": _nested(25)}, "FSDP-E055")):
         with pytest.raises(SpecError, match=code):
-            with_distributed_config(spec, value)
+            with_script_settings(spec, distributed_config=value)
 
 
 @pytest.mark.parametrize("text", ["0x" + "f" * 4000, "1" * 5000, "[" * 30 + "]" * 30, "1_0", "1__000", "0o17", "1e400"])

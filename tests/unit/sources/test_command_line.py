@@ -86,7 +86,7 @@ def test_unknown_flags_are_ignored(assess):
 
 def test_misspelled_fsdp_flag_is_error_with_suggestion(problems):
     (problem,) = problems(command_line=["--fsdp_ofload_params", "true"])
-    assert (problem.code, problem.origin.spelling) == ("FSDP-E030", "--fsdp_ofload_params")
+    assert (problem.code, problem.origin.spelling) == ("FSDP-E020", "--fsdp_ofload_params")
     assert "--fsdp_offload_params" in problem.fix
 
 
@@ -102,8 +102,8 @@ def test_set_accepts_canonical_names_and_keys(assess, name):
 @pytest.mark.parametrize(
     ("override", "code", "suggestion"),
     [
-        ("sharding.strategi=2", "FSDP-E032", "sharding.strategy"),
-        ("fsdp_offload_param=1", "FSDP-E032", "fsdp_offload_params"),
+        ("sharding.strategi=2", "FSDP-E020", "sharding.strategy"),
+        ("fsdp_offload_param=1", "FSDP-E020", "fsdp_offload_params"),
         ("offload", "FSDP-E031", "NAME"),
         ("=1", "FSDP-E031", "NAME"),
         ("offload.params=maybe", "FSDP-E101", "true or false"),
@@ -158,4 +158,4 @@ def test_empty_fsdp_flag_is_off(assess, flags, kind):
 @pytest.mark.parametrize("name", sorted(RENAMED))
 def test_flag_of_an_old_accelerate_names_the_present_one(problems, name):
     (problem,) = problems(command_line=["--use_fsdp", f"--{name}", "1"])
-    assert (problem.code, problem.fix) == ("FSDP-E030", f"Did you mean --fsdp_{name}?")
+    assert (problem.code, problem.fix) == ("FSDP-E020", f"Did you mean --fsdp_{name}?")

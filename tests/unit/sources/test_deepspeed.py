@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from hf_fsdp_plugin.sources.interface import ConfigFile, Sources, config_of
+from hf_fsdp_plugin.sources.interface import Sources, config_of
+from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.spec import load
 from hf_fsdp_plugin.spec.values import parse_settings
 from hf_fsdp_plugin.tools.convert.conversion import with_converted_config
@@ -85,7 +86,7 @@ def test_file_of_zero_3_is_read_with_its_lines(assess, tmp_path):
     assert (spec.offload.params, spec.offload.pin_memory, spec.checkpoint.state_dict) == (True, True, "full")
     assert spec.activation.checkpointing == "none"
     origin = spec.origin("sharding.strategy")
-    assert (origin.place, origin.written) == (f"{path}:11", "zero_optimization.stage=3")
+    assert (origin.source_line, origin.written) == (f"{path}:11", "zero_optimization.stage=3")
 
 
 def test_every_key_of_a_file_has_an_outcome():
@@ -374,7 +375,7 @@ def test_file_that_a_section_names_is_read(tmp_path):
     [
         ({"deepspeed_config_file": "none.json"}, "FSDP-E001"),
         ({"deepspeed_config_file": "ds.json", "zero_stage": 3}, "FSDP-E066"),
-        ({"deepspeed_config_file": "broken.json"}, "FSDP-E007"),
+        ({"deepspeed_config_file": "broken.json"}, "FSDP-E006"),
     ],
 )
 def test_invalid_file_of_a_section_is_one_error(problems, tmp_path, section, code):

@@ -7,7 +7,7 @@ import pytest
 from transformers.distributed.configuration_utils import DistributedConfig
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.spec.load import with_distributed_config
+from hf_fsdp_plugin.spec.load import with_script_settings
 from hf_fsdp_plugin.vocabulary import find_row
 from tests.support.matrices import needs_transformers
 
@@ -42,7 +42,7 @@ YAML = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 1, "fsdp_sha
 def test_field_sets_setting(make, fields, name, value):
     spec = hfp.load_spec(distributed_config=make(**fields), environ={})
     assert spec.get(name) == value
-    merged = with_distributed_config(hfp.load_spec(YAML, environ={}), make(**fields))
+    merged = with_script_settings(hfp.load_spec(YAML, environ={}), distributed_config=make(**fields))
     assert merged.get(name) == value
 
 
@@ -71,12 +71,12 @@ def test_pipeline_is_refused(codes):
     assert codes(distributed_config={"fsdp_size": 2, "pp_size": 2}) == ["FSDP-E122"]
     assert codes(distributed_config={"fsdp_size": 2, "pp_size": 1}) == []
     with pytest.raises(hfp.SpecError, match="FSDP-E122"):
-        with_distributed_config(hfp.load_spec(YAML, environ={}), {"fsdp_size": 2, "pp_size": 2})
+        with_script_settings(hfp.load_spec(YAML, environ={}), distributed_config={"fsdp_size": 2, "pp_size": 2})
 
 
 def test_axes_are_settings(codes):
     config = {"fsdp_size": 4, "tp_size": 2, "ep_size": 4, "tp_plan": {"layers.*": "colwise"}, "ep_plan": {"x": "y"}}
-    mesh = with_distributed_config(hfp.load_spec({"distributed_type": "FSDP"}, environ={}), config).mesh
+    mesh = with_script_settings(hfp.load_spec({"distributed_type": "FSDP"}, environ={}), distributed_config=config).mesh
     assert (mesh.shard, mesh.replicate, mesh.tensor, mesh.expert) == (4, 1, 2, 4)
     assert codes(severity="note", distributed_config=config) == []
 
@@ -100,10 +100,10 @@ def test_sizes_of_one_set_nothing(assess):
 def test_values_of_other_sources_are_overridden(codes):
     config = {"fsdp_size": 2}
     assert codes(YAML, severity="warning", distributed_config=config) == ["FSDP-W103", "FSDP-W103"]
-    merged = with_distributed_config(hfp.load_spec(YAML, environ={}), config)
+    merged = with_script_settings(hfp.load_spec(YAML, environ={}), distributed_config=config)
     assert [problem.code for problem in merged.problems if problem.severity == "warning"] == ["FSDP-W103"] * 2
     assert merged.prefetch.backward == "pre"
-    assert with_distributed_config(merged, config) == merged
+    assert with_script_settings(merged, distributed_config=config) == merged
 
 
 def test_json_file_is_read(tmp_path):

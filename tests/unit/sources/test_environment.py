@@ -40,7 +40,7 @@ def test_unknown_variable_is_warning_with_suggestion(problems):
     assert "FSDP_OFFLOAD_PARAMS" in problem.fix
 
 
-@pytest.mark.parametrize(("value", "expected"), [("maybe", ["FSDP-E036"]), ("true", []), ("false", []), ("", [])])
+@pytest.mark.parametrize(("value", "expected"), [("maybe", ["FSDP-E101"]), ("true", []), ("false", []), ("", [])])
 def test_use_fsdp_variable_must_be_bool(codes, value, expected):
     assert codes(environ={"ACCELERATE_USE_FSDP": value}) == expected
 

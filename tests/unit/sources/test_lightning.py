@@ -3,7 +3,8 @@
 import pytest
 import yaml
 
-from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
+from hf_fsdp_plugin.sources.interface import Sources
+from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.tools.convert.dialects import reader
 
 

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from hf_fsdp_plugin.sources.environment import LaunchHandover
-from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
+from hf_fsdp_plugin.rank_variables import LaunchHandover
+from hf_fsdp_plugin.sources.interface import Sources
+from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.spec import load
 from hf_fsdp_plugin.tools.convert.conversion import with_converted_config
 from hf_fsdp_plugin.vocabulary import PROGRAM_KEYS
@@ -69,18 +70,19 @@ def test_deepspeed_that_runs_itself_is_left_alone(codes):
 def test_ranks_get_the_converted_settings_with_their_origins(file):
     _, config = file
     sources = with_converted_config(Sources(config=config, overrides=("launch.num_processes=2",), environ={}))
-    handed = LaunchHandover.from_env(LaunchHandover(sources=sources).to_env())
+    given = load.read_settings(sources)
+    handed = LaunchHandover.from_env(LaunchHandover(given=tuple(given)).to_env())
     assert handed is not None
     config.path.unlink()  # a rank does not read it
-    launcher, rank = load.assess(sources), load.assess(handed.sources)
-    assert launcher.ok and rank.ok, (launcher.problems, rank.problems)
-    assert list(rank.spec.settings()) == list(launcher.spec.settings())
+    launcher, rank = load.combine(given), load.combine(handed.given)
+    assert launcher.ok and rank == launcher, (launcher.problems, rank.problems)
     assert rank.spec.enabled
 
 
-def test_rank_gets_no_notes_of_the_conversion(tmp_path):
+def test_rank_gets_the_problems_of_the_conversion(tmp_path):
     (tmp_path / "ds.json").write_text(json.dumps(DEEPSPEED))
     sources = with_converted_config(Sources(config=ConfigFile.at(tmp_path / "ds.json"), environ={}))
-    assert {"FSDP-N067", "FSDP-W068"} <= {problem.code for problem in load.assess(sources).problems}
-    handed = LaunchHandover.from_env(LaunchHandover(sources=sources).to_env())
-    assert handed is not None and load.assess(handed.sources).problems == ()
+    given = load.read_settings(sources)
+    handed = LaunchHandover.from_env(LaunchHandover(given=tuple(given)).to_env())
+    assert handed is not None and load.combine(handed.given).problems == load.combine(given).problems
+    assert {"FSDP-N067", "FSDP-W068"} <= {problem.code for problem in load.combine(handed.given).problems}

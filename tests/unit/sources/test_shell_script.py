@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from hf_fsdp_plugin.sources.environment import LaunchHandover
-from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
+from hf_fsdp_plugin.sources.interface import Sources
+from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.tools.convert.dialects import reader
 from hf_fsdp_plugin.tools.convert.dialects.shell_commands import parse_commands
 
@@ -109,7 +109,7 @@ def test_fsdp_flags_of_accelerate_launch_are_read(assess, script, tmp_path):
     assert found(script(f"nohup accelerate launch {flags} train.py > log 2>&1 &\n")) == []
     spec = assess(tmp_path / "train.sh").spec
     assert (spec.sharding.strategy, spec.offload.params, spec.fsdp.version) == ("shard_grad_op", True, 1)
-    assert found(script("accelerate launch --fsdp_offload_param true train.py\n")) == ["FSDP-E030"]
+    assert found(script("accelerate launch --fsdp_offload_param true train.py\n")) == ["FSDP-E020"]
 
 
 def test_deepspeed_flags_of_accelerate_launch_are_converted(assess, script, tmp_path):
@@ -182,11 +182,9 @@ def test_command_on_stdin_is_read(tmp_path):
     assert values(reader.read(Sources(config=file, environ={})))["sharding.strategy"] == "full_shard"
 
 
-def test_line_of_a_script_reaches_the_ranks(tmp_path):
+def test_config_names_a_line_of_a_script(tmp_path):
     file = ConfigFile.at(tmp_path / "train.sh:3")
     assert (file.path, file.start, file.shown) == (tmp_path / "train.sh", 3, str(tmp_path / "train.sh"))
-    environ = LaunchHandover(sources=Sources(config=file, environ={})).to_env()
-    assert LaunchHandover.from_env(environ).sources.config == file
     (tmp_path / "fsdp.yaml:3").write_text("")
     assert ConfigFile.at(tmp_path / "fsdp.yaml:3").start is None
 

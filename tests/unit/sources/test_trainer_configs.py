@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from hf_fsdp_plugin.sources.interface import ConfigFile, Sources
+from hf_fsdp_plugin.sources.interface import Sources
+from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.tools.convert.dialects import reader
 from hf_fsdp_plugin.tools.convert.dialects.interface import leaves
 
@@ -231,6 +232,6 @@ def test_fsdp_config_of_training_script_is_json_or_file(assess, tmp_path):
 def test_configs_that_include_each_other_are_refused(codes, tmp_path):
     path = tmp_path / "axolotl.yaml"
     path.write_text("base_model: m\ndeepspeed: axolotl.yaml\n")
-    assert codes(path) == ["FSDP-E012"]
+    assert codes(path) == ["FSDP-E004"]
     (tmp_path / "train.sh").write_text("accelerate launch --config_file train.sh train.py\n")
-    assert codes(tmp_path / "train.sh") == ["FSDP-E012"]
+    assert codes(tmp_path / "train.sh") == ["FSDP-E004"]

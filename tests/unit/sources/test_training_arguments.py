@@ -26,12 +26,12 @@ def test_fsdp_config_may_be_dict_path_or_json(assess, tmp_path):
 def test_fsdp_config_path_has_line_numbers(assess, tmp_path):
     (tmp_path / "c.yaml").write_text("# text\nfsdp_offload_params: true\n")
     spec = assess(fsdp=True, fsdp_config=str(tmp_path / "c.yaml")).spec
-    assert spec.origin("offload.params").place == f"{tmp_path / 'c.yaml'}:2"
+    assert spec.origin("offload.params").source_line == f"{tmp_path / 'c.yaml'}:2"
 
 
 @pytest.mark.parametrize(
     ("config", "code"),
-    [("missing.json", "FSDP-E001"), ('{"a": }', "FSDP-E007"), (5, "FSDP-E034"), ({"offlaod_params": 1}, "FSDP-E020")],
+    [("missing.json", "FSDP-E001"), ('{"a": }', "FSDP-E006"), (5, "FSDP-E055"), ({"offlaod_params": 1}, "FSDP-E020")],
 )
 def test_invalid_fsdp_config_is_error(codes, config, code):
     assert codes(fsdp=True, fsdp_config=config) == [code]

@@ -111,4 +111,4 @@ def test_fsdp_config_overrides_options_of_fsdp(assess_converted, options, reshar
 
 def test_options_of_fsdp_conflict_with_reshard_in_version_1(problems):
     (problem,) = problems(fsdp="full_shard", fsdp_config={"version": 1, "reshard_after_forward": False})
-    assert problem.code == "FSDP-E107" and problem.fix == "Keep one of them: full_shard, or shard_grad_op."
+    assert problem.code == "FSDP-E102" and problem.fix == "Keep one of them: full_shard, or shard_grad_op."

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.spec import fp8
+from hf_fsdp_plugin.spec import rules
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 
 CONFIG = {"distributed_type": "FSDP", "mixed_precision": "fp8", "fsdp_config": {"fsdp_version": 2}}
@@ -17,7 +17,7 @@ CONFIG = {"distributed_type": "FSDP", "mixed_precision": "fp8", "fsdp_config": {
 @pytest.fixture(autouse=True)
 def both_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchao and Transformer Engine are installed."""
-    monkeypatch.setattr(fp8, "_is_installed", lambda backend: backend in ("ao", "te"))
+    monkeypatch.setattr(rules, "_is_installed", lambda backend: backend in ("ao", "te"))
 
 
 def spec_of(fp8_config: dict[str, Any] | None = None, **sources: Any) -> FsdpSpec:
@@ -27,7 +27,7 @@ def spec_of(fp8_config: dict[str, Any] | None = None, **sources: Any) -> FsdpSpe
 def test_fp8_computes_everything_else_in_bf16() -> None:
     spec = spec_of()
     assert (spec.launch.mixed_precision, spec.precision.param, spec.precision.reduce) == ("fp8", "bf16", "fp32")
-    assert spec.uses_fp8 and fp8.fp8_backend(spec) == "ao"
+    assert spec.uses_fp8 and rules.fp8_backend(spec) == "ao"
 
 
 @pytest.mark.parametrize(("version", "gathers"), [(1, False), (2, True)])
@@ -63,7 +63,7 @@ def test_options_of_transformer_engine_are_passed_on() -> None:
         "amax_compute_algorithm": "max",
     }
     spec = spec_of(given, environ={"ACCELERATE_FP8_OVERRIDE_WGRAD": "True"})
-    assert fp8.fp8_backend(spec) == "te"
+    assert rules.fp8_backend(spec) == "te"
     assert spec.fp8.te_options == {
         "fp8_format": "E4M3", "margin": 1, "amax_history_len": 16, "amax_compute_algo": "max", "override_wgrad": True,
     }  # fmt: skip

@@ -76,7 +76,7 @@ def test_equal_values_in_one_source_are_note(codes, section):
 
 
 def test_training_arguments_and_plugin_have_equal_precedence(codes):
-    assert codes(fsdp="full_shard", plugin_object={"reshard_after_forward": False}) == ["FSDP-E107"]
+    assert codes(fsdp="full_shard", plugin_object={"reshard_after_forward": False}) == ["FSDP-E102"]
     assert codes({"fsdp_config": {"fsdp_sharding_strategy": 1}}, plugin_object={"reshard_after_forward": False}) == []
 
 

@@ -87,7 +87,7 @@ def test_separators_of_a_strategy_may_differ(assess, options):
 
 
 def test_flag_with_letter_outside_ascii_is_unknown(codes):
-    assert codes(command_line=["--FSDP_AсTIVATION_CPU_OFFLOAD=false"]) == ["FSDP-E030"]
+    assert codes(command_line=["--FSDP_AсTIVATION_CPU_OFFLOAD=false"]) == ["FSDP-E020"]
 
 
 def test_every_refusal_has_a_remedy(problems):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_fsdp_plugin.spec import fp8
+from hf_fsdp_plugin.spec import rules
 
 FSDP = {"distributed_type": "FSDP"}
 FP8 = {"mixed_precision": "fp8"}
@@ -69,7 +69,7 @@ REJECTED = [
 @pytest.fixture(autouse=True)
 def only_torchao(monkeypatch):
     """torchao is installed, and no other library of fp8."""
-    monkeypatch.setattr(fp8, "_is_installed", lambda backend: backend == "ao")
+    monkeypatch.setattr(rules, "_is_installed", lambda backend: backend == "ao")
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from typing import Final
 
 from hf_fsdp_plugin.sources.accelerate_file import is_for_deepspeed
 from hf_fsdp_plugin.sources.tree import ConfigEntry
-from hf_fsdp_plugin.spellings import NULL_WORDS, word_of
 from hf_fsdp_plugin.tools.convert.dialects import deepspeed
 from hf_fsdp_plugin.tools.convert.dialects.interface import ConfigDialect, DialectDocument, DialectReading
 from hf_fsdp_plugin.tools.convert.dialects.training_script import find_file
+from hf_fsdp_plugin.vocabulary import NULL_WORDS, word_of
 
 _SECTION: Final = "deepspeed_config"
 _FILE: Final = f"{_SECTION}.deepspeed_config_file"

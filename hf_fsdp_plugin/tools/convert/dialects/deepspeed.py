@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import Final
 
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.sources.collector import entry_of
+from hf_fsdp_plugin.sources.interface import entry_of
 from hf_fsdp_plugin.sources.tree import ConfigEntry
-from hf_fsdp_plugin.spellings import word_of
 from hf_fsdp_plugin.tools.convert.dialects.interface import (
     ConfigDialect,
     DialectDocument,
@@ -17,7 +16,7 @@ from hf_fsdp_plugin.tools.convert.dialects.interface import (
     is_off,
     marked_by,
 )
-from hf_fsdp_plugin.vocabulary import BY_NAME, PROGRAM_KEYS, TRAINING_FILE_MARKS
+from hf_fsdp_plugin.vocabulary import BY_NAME, PROGRAM_KEYS, TRAINING_FILE_MARKS, word_of
 
 _WEAK_MARKS: Final = frozenset({"train_batch_size", "steps_per_print", "wall_clock_breakdown"})
 """Keys that configs of training scripts may have, too."""

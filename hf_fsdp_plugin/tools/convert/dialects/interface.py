@@ -37,15 +37,23 @@ from typing import Any, Final, Literal, get_args
 
 import yaml
 
+import hf_fsdp_plugin.vocabulary as vocabulary
 from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.sources.accelerate_file import marks_of
-from hf_fsdp_plugin.sources.collector import Collector, entry_of
 from hf_fsdp_plugin.sources.command_line import parse_flags
-from hf_fsdp_plugin.sources.interface import ConfigFile, SourceFamily, Sources, SourceSettings, config_tree, read_text
-from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFileError, Entries, Node, one_line
-from hf_fsdp_plugin.spellings import FALSE_WORDS, NULL_WORDS, did_you_mean, nearest_word, word_of
+from hf_fsdp_plugin.sources.interface import Collector, SourceFamily, Sources, SourceSettings, entry_of
+from hf_fsdp_plugin.sources.tree import (
+    ConfigEntry,
+    ConfigFile,
+    ConfigFileError,
+    Entries,
+    Node,
+    config_tree,
+    one_line,
+    read_text,
+)
 from hf_fsdp_plugin.text import format_names, format_value, plural
-from hf_fsdp_plugin.vocabulary import WORDS, Scope, canonical_setting, find_row
+from hf_fsdp_plugin.vocabulary import WORDS, Scope, canonical_setting, find_row, nearest_word, word_of
 
 Fate = Literal["sets", "arguments", "irrelevant", "refused"]
 """What becomes of a key: settings, arguments of ``TrainingArguments``, nothing with a reason, or an error."""
@@ -428,7 +436,7 @@ class DialectReading(Collector):
         for name in self.row.to if value is not None else ():
             if self.row.fate == "sets":
                 self.add(name, entry, value=value)
-            elif word_of(entry.value.value) not in NULL_WORDS | {AUTO}:  # the Trainer has its own default
+            elif word_of(entry.value.value) not in vocabulary.NULL_WORDS | {AUTO}:  # the Trainer has its own default
                 self.set_argument(name, entry, value=value)
 
     def translated(self, entry: ConfigEntry) -> object:
@@ -482,7 +490,7 @@ class DialectReading(Collector):
             self.ignore(entry, f"It is not in the table of the keys of {self.dialect_of.title}.")
             self.unknown.append(entry)
         else:
-            self.report("FSDP-E061", entry, message, did_you_mean(nearest, "Remove it."))
+            self.report("FSDP-E061", entry, message, vocabulary.did_you_mean(nearest, "Remove it."))
 
     def report_file(self, code: str, message: str, fix: str) -> None:
         """Add a problem of the whole file."""
@@ -566,7 +574,7 @@ def is_off(node: Node) -> bool:
         if "enabled" in inner:
             return is_off(inner["enabled"])
         return all(value.is_mapping and is_off(value) for value in inner.values())
-    return node.is_empty or word_of(node.value) in FALSE_WORDS | NULL_WORDS
+    return node.is_empty or word_of(node.value) in vocabulary.FALSE_WORDS | vocabulary.NULL_WORDS
 
 
 def typed_value(value: Any) -> Any:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any, Final
 
 from hf_fsdp_plugin.sources.tree import ConfigEntry, from_python
-from hf_fsdp_plugin.spellings import word_of
 from hf_fsdp_plugin.tools.convert.dialects.interface import (
     AUTO,
     ConfigDialect,
@@ -15,7 +14,7 @@ from hf_fsdp_plugin.tools.convert.dialects.interface import (
     DialectReading,
     marked_by,
 )
-from hf_fsdp_plugin.vocabulary import BY_NAME, PROGRAM_KEYS
+from hf_fsdp_plugin.vocabulary import BY_NAME, PROGRAM_KEYS, word_of
 
 _CLASS: Final = ("class_path", "_target_")
 """Key of a class in a file of LightningCLI, and of Hydra."""

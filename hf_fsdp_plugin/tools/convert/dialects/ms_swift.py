@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
-from hf_fsdp_plugin.sources.interface import config_tree
-from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFileError, from_python
+from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFileError, config_tree, from_python
 from hf_fsdp_plugin.tools.convert.dialects.interface import ConfigDialect, DialectDocument, DialectReading
 from hf_fsdp_plugin.tools.convert.dialects.training_script import HANDLERS, find_file, load_presets, read_training
 from hf_fsdp_plugin.vocabulary import PROGRAM_KEYS

@@ -64,7 +64,7 @@ def _read_config(
         dialect = _dialect_of(document)
         if depth > _MAX_DEPTH:
             message, fix = f"more than {_MAX_DEPTH} configs include each other.", "Check the files that they name."
-            raise ConfigFileError("FSDP-E012", message, fix, source=document.shown)
+            raise ConfigFileError("FSDP-E004", message, fix, source=document.shown)
         if dialect is None:
             return accelerate_file.read(sources) if depth else None
     except ConfigFileError as error:

@@ -10,8 +10,7 @@ from itertools import pairwise
 from typing import Final
 
 from hf_fsdp_plugin.sources.command_line import SWITCHES, GivenFlag, add_flag, flag_entry, parse_words
-from hf_fsdp_plugin.sources.interface import MAX_BYTES
-from hf_fsdp_plugin.sources.tree import ConfigEntry, from_python
+from hf_fsdp_plugin.sources.tree import MAX_BYTES, ConfigEntry, from_python
 from hf_fsdp_plugin.text import shorten
 from hf_fsdp_plugin.tools.convert.dialects import accelerate, axolotl, llama_factory, ms_swift, training_script
 from hf_fsdp_plugin.tools.convert.dialects.interface import ConfigDialect, DialectDocument, DialectReading, load_yaml

@@ -14,12 +14,10 @@ from typing import Any, Final
 
 import yaml
 
-from hf_fsdp_plugin.sources.collector import FSDP_SCOPES
-from hf_fsdp_plugin.sources.interface import ConfigFile, config_tree
-from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFileError, Node, parse_text
-from hf_fsdp_plugin.spellings import did_you_mean, nearest_word
+from hf_fsdp_plugin.sources.interface import FSDP_SCOPES
+from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFile, ConfigFileError, Node, config_tree, parse_text
 from hf_fsdp_plugin.tools.convert.dialects.interface import ConfigDialect, DialectReading, is_off, load_yaml, marked_by
-from hf_fsdp_plugin.vocabulary import BY_NAME, TRAINING_FILE_MARKS, Scope, find_row
+from hf_fsdp_plugin.vocabulary import BY_NAME, TRAINING_FILE_MARKS, Scope, did_you_mean, find_row, nearest_word
 
 _SCOPES: Final[tuple[Scope, ...]] = ("training", "parallelism", "fsdp", "fp8")
 _WHOLE_FILE: Final = ("fsdp_config", "distributed_type")

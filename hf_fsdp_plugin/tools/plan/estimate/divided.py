@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.axes import MODEL_AXES
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, MeshPlan
-from hf_fsdp_plugin.plan.presharded import sharded_units
+from hf_fsdp_plugin.plan.units import sharded_units
 from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.tools.plan.estimate.types import Axis
 

@@ -17,8 +17,8 @@ from typing import Any, Final, Literal
 import yaml
 
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.spellings import did_you_mean, nearest_word
 from hf_fsdp_plugin.tools.plan.estimate.types import CollectiveKind
+from hf_fsdp_plugin.vocabulary import did_you_mean, nearest_word
 
 OpKind = Literal["matmul", "attention", "memory", "function", "fused"]
 """Kinds of operations: ``function`` computes exponentials and the like, which limit a CPU more than its memory does;

@@ -15,7 +15,7 @@ from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.spec.fsdp_spec import Checkpointing, DtypeName, Version
 from hf_fsdp_plugin.spec.load import load_spec
 from hf_fsdp_plugin.strategies import STRATEGIES
-from hf_fsdp_plugin.text import format_count, format_memory, nearest_multiples
+from hf_fsdp_plugin.text import format_count, format_memory
 from hf_fsdp_plugin.tools.plan.estimate.divided import as_loaded
 from hf_fsdp_plugin.tools.plan.estimate.machines import Machine
 from hf_fsdp_plugin.tools.plan.estimate.memory.meta_pass import profile_step
@@ -24,6 +24,7 @@ from hf_fsdp_plugin.tools.plan.estimate.memory.step import StepProfile
 from hf_fsdp_plugin.tools.plan.estimate.time import TimeModel, UnitCosts, estimate_communication, unit_costs
 from hf_fsdp_plugin.tools.plan.estimate.types import KIND_NAMES, MemoryEstimate, TimeEstimate, Workload
 from hf_fsdp_plugin.tools.plan.estimate.unit_sizes import UnitSizes, ignored_bytes, unit_sizes
+from hf_fsdp_plugin.tools.text import nearest_multiples
 
 HEADROOM: Final = 0.95
 """Part of a device's memory that a row may need. The rest is for the error of the prediction."""

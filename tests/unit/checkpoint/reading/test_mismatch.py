@@ -41,7 +41,7 @@ def test_model_differences_are_reported_at_once(
     with pytest.raises(CheckpointError) as caught:
         load_model(model, tmp_path)
     assert [problem.code for problem in caught.value.problems] == codes
-    assert {problem.origin.place for problem in caught.value.problems if problem.origin} == {str(tmp_path)}
+    assert {problem.origin.source_line for problem in caught.value.problems if problem.origin} == {str(tmp_path)}
     assert torch.equal(model.weight, before)
 
 
