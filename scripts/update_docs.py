@@ -1,4 +1,4 @@
-"""Write the generated documents in docs/: settings, hooks, problem codes, the command line, a table of launchers.
+"""Write the generated documents in docs/: settings, hooks, upstream changes, problem codes, commands, launchers.
 
 python -m scripts.update_docs            write them
 python -m scripts.update_docs --check    change nothing; exit code 1 if a document is out of date
@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from hf_fsdp_plugin.integrations.hooks import HOOKS, Group
+import yaml
+
+from hf_fsdp_plugin.integrations.hooks import HOOKS, Group, Hook
 from hf_fsdp_plugin.problems import AREAS
 from hf_fsdp_plugin.sources.command_line import LAUNCHER_FLAGS, OPTIONAL_VALUE, SWITCHES
 from hf_fsdp_plugin.spec.fsdp_spec import FAMILY_DEFAULTS, VERSION_DEFAULTS, FsdpSpec
@@ -218,11 +221,33 @@ def hooks() -> str:
         rows = [
             f"| {' or '.join(f'`{name}`' for name in (hook.target, *hook.instead))} "
             f"| `{hook.replacement.replace('.', '/').replace(':', '.py:')}`{' (always)' * hook.always} | {hook.reason} "
-            f"| {hook.until} | {hook.without} |"
+            f"| [{hook.until}](upstream.md#{_anchor(hook.until)}) | {hook.without} |"
             for hook in HOOKS[group]
         ]
         head = ["| function | replacement | reason | until | without it |", "|---|---|---|---|---|"]
         parts += [f"## Group `{group}`", "", installed_by, "", *head, *rows, ""]
+    return "\n".join(parts)
+
+
+def _anchor(title: str) -> str:
+    """Return the anchor that GitHub gives a title."""
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+
+
+def upstream() -> str:
+    """Return ``docs/upstream.md``: the changes in other libraries that would make hooks unnecessary."""
+    rows: dict[str, list[Hook]] = {}
+    for hook in (hook for hooks in HOOKS.values() for hook in hooks):
+        rows.setdefault(hook.until, []).append(hook)
+    libraries = yaml.safe_load(Path(__file__).with_name("upstream.yaml").read_text(encoding="utf-8"))
+    parts = [fill("upstream.md", {})]
+    for library, changes in libraries.items():
+        parts += [f"## {library}", ""]
+        for title, entry in changes.items():
+            removed = _quoted(hook.target for hook in rows.pop(title))
+            parts += [f"### {title}", "", f"Problem: {entry['problem']}", "", f"Change: {entry['change']}", ""]
+            parts += [f"We would remove the replacements of {removed}.", ""]
+    assert not rows, f"hooks.yaml names changes that upstream.yaml does not describe: {sorted(rows)}"
     return "\n".join(parts)
 
 
@@ -268,6 +293,7 @@ DOCUMENTS: dict[str, Callable[[], str]] = {
     "settings.md": settings,
     "dialects.md": dialects,
     "hooks.md": hooks,
+    "upstream.md": upstream,
     "contracts.md": contracts,
     "problems.md": problems,
     "command_line.md": command_line,

@@ -30,7 +30,7 @@ class Hook:
         target: ``module:function`` or ``module:Class.method``.
         replacement: ``module:function``, relative to ``hf_fsdp_plugin.integrations``; imported at the first call.
         reason: why the original is not sufficient.
-        until: the change in the other library, or in this package, after which the row can be deleted.
+        until: the change in another library after which the row can be deleted; a key of ``scripts/upstream.yaml``.
         always: whether it runs in every process, for example to find out whether FSDP is asked for. Others run only
             after FSDP was asked for, or while a model is sharded; before, the original runs as it is.
         direct: for functions that are called many times in a step: ``replacement(original)`` is called once, when the
@@ -44,7 +44,7 @@ class Hook:
     target: str
     replacement: str
     reason: str
-    until: str = "The library no longer does this."
+    until: str
     always: bool = False
     direct: bool = False
     without: Without = "off"

@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hf_fsdp_plugin.backends.loading.shared_weights import exchange
 from hf_fsdp_plugin.backends.ranks.cluster import slurm_variables
 from hf_fsdp_plugin.devices import accelerator_type, select_device
 from hf_fsdp_plugin.integrations import observing, patching, resuming
@@ -129,5 +128,4 @@ def uninstall() -> None:
     Collective if a checkpoint is being written in the background: the call waits for it. Existing models, Accelerators
     and Trainers keep their plan, and the process group remains.
     """
-    exchange.close()
     process.close()

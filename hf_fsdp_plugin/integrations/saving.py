@@ -11,7 +11,7 @@ import inspect
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -27,7 +27,7 @@ from hf_fsdp_plugin.checkpoint.names import HF_MODEL
 from hf_fsdp_plugin.checkpoint.shards import ModelShards, model_shards, shards_below
 from hf_fsdp_plugin.checkpoint.writing.manager import CheckpointManager
 from hf_fsdp_plugin.checkpoint.writing.state_files import gathered_state, manifest_of
-from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.integrations.session import attributes_in_block, session
 from hf_fsdp_plugin.observe.first_step import warn_added
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.state import process
@@ -91,13 +91,20 @@ class GatheredModels:
             yield False
             return
         self._root, self._state = place.root, {place.prefix + name: tensor for name, tensor in state.items()}
-        hooks = [module.register_forward_pre_hook(_refuse_forward, prepend=True) for module in place.root.modules()]
-        try:
-            yield True
-        finally:
-            for hook in hooks:
-                hook.remove()
-            self._root, self._state = None, {}
+        with ExitStack() as stack:
+            for module in place.root.modules():
+                stack.callback(module.register_forward_pre_hook(_refuse_forward, prepend=True).remove)
+                stack.enter_context(attributes_in_block(module, state_dict=partial(self._state_dict, module)))
+            try:
+                yield True
+            finally:
+                self._root, self._state = None, {}
+
+    def _state_dict(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        state = None if args or kwargs.get("destination") is not None else self.state_of(module)
+        if state is None:
+            return type(module).state_dict(module, *args, **kwargs)
+        return OrderedDict((kwargs.get("prefix", "") + name, tensor) for name, tensor in state.items())
 
     def state_of(self, module: nn.Module) -> OrderedDict[str, torch.Tensor] | None:
         """Return the gathered state of a module by its own names; ``None`` outside of a block of :meth:`on_rank_0`."""

@@ -1,13 +1,8 @@
 """Replacements of functions of torch, and of functions that write files, for the weights of sharded models.
 
-``state_dict`` and ``load_state_dict``: under FSDP2 a state dict contains ``DTensor`` objects, as
-``torch.distributed.checkpoint`` needs them, and loading also accepts whole tensors. Under FSDP1 the state dict of a
-wrapper is complete. That of the module in the root's wrapper, which ``unwrap_model`` returns, or of a submodule, would
-contain flat shards and empty tensors for the parameters of the units around it; it is a part of the root's state dict
-instead.
-
-``torch.save`` and safetensors: the state dict of a model that FSDP2 has sharded is gathered, as it already is under
-FSDP1. Optimizer state, modules and flat shards are refused. Objects without shards are written as before.
+``torch.save`` and safetensors refuse shards: a call that torch or pickle makes never waits for other ranks.
+``Accelerator.save``, which all ranks call, gathers the state dict of a model that FSDP2 has sharded, as it already is
+under FSDP1. Optimizer state, modules and flat shards are refused. Objects without shards are written as before.
 ``torch.distributed.checkpoint`` and the checkpoints of this package write plain tensors, so they are not affected.
 """
 
@@ -15,9 +10,7 @@ from __future__ import annotations
 
 import copy
 import traceback
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -28,24 +21,17 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
 
+from hf_fsdp_plugin.backends.loading.deferred_weights import explain
 from hf_fsdp_plugin.backends.optimizers.clipping import check_whole_gradients, clip_grad_norm
 from hf_fsdp_plugin.backends.ranks.agreement import collective_call
-from hf_fsdp_plugin.backends.sharding.script_access import free_gathered, gathers_root_itself
-from hf_fsdp_plugin.backends.sharding.shard import locate_module, sharded_models, sharded_optimizers
+from hf_fsdp_plugin.backends.sharding.script_access import gathers_root_itself
+from hf_fsdp_plugin.backends.sharding.shard import sharded_models, sharded_optimizers
+from hf_fsdp_plugin.backends.sharding.state_dicts import STATE_FIX
 from hf_fsdp_plugin.backends.sharding.unused_parameters import backward_ended
-from hf_fsdp_plugin.backends.torch_types import shard_like
-from hf_fsdp_plugin.integrations.saving import gathered, part_of
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_names, plural
 from hf_fsdp_plugin.torch_private import fsdp1
-from hf_fsdp_plugin.torch_private.modules import is_fsdp_managed
-
-FIX = (
-    "Call `state = accelerator.get_state_dict(model)` on all ranks, before `if accelerator.is_main_process:`; then "
-    "save `state` on the main process."
-)
 
 
 def finish_backward(original: Callable[..., None], state: FSDP, *args: Any) -> None:
@@ -55,62 +41,13 @@ def finish_backward(original: Callable[..., None], state: FSDP, *args: Any) -> N
     backward_ended(state)
 
 
-def state_dict(original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Return a complete state dict, if the module belongs to a sharded model. Collective under FSDP1."""
-    # torch calls state_dict of the modules inside with a destination, which old scripts pass by position.
-    if args or kwargs.get("destination") is not None or not is_fsdp_managed(module):
-        return original(*args, **kwargs)
-    prefix = kwargs.get("prefix", "")
-    answer = gathered().state_of(module)
-    if answer is not None:
-        return OrderedDict((prefix + name, tensor) for name, tensor in answer.items())
-    place = locate_module(module)
-    if place is None or place.plan.backend != "fsdp1" or place.plan.pre_sharded:
-        return original(**kwargs)
-    is_sharded = STRATEGIES[place.plan.strategy].is_sharded
-    if not is_sharded:
-        for unit in FSDP.fsdp_modules(place.root):
-            fsdp1.register_parameters(unit)
-    call = f"state_dict of {type(module).__name__}"
-    with collective_call(call, fix=FIX) if is_sharded else nullcontext():
-        if module is place.root:
-            return original(**kwargs)
-        state = part_of(place.root.state_dict(**{**kwargs, "prefix": ""}), place)
-        return OrderedDict((prefix + name, tensor) for name, tensor in state.items())
-
-
-def load_state_dict(
-    original: Callable[..., Any], module: nn.Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any
-) -> Any:
-    """Load through FSDP1's root if ``module`` is the module in it: its own parameters are flat shards.
-
-    Under FSDP2, each rank loads its shards of whole tensors, which all ranks pass.
-    """
-    place = locate_module(module) if is_fsdp_managed(module) else None
-    if place is not None and place.plan.backend == "fsdp2":
-        free_gathered(place.root)
-        state_dict = _as_shards(module, state_dict)
-    if place is None or place.plan.backend != "fsdp1" or place.name or module is place.root:
-        return original(state_dict, *args, **kwargs)
-    return place.root.load_state_dict(state_dict, *args, **kwargs)
-
-
-def _as_shards(module: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state dict with shards instead of whole tensors. No communication."""
-    own, given = module.state_dict(), copy.copy(state_dict)  # a copy, because torch keeps versions as an attribute
-    for name, value in state_dict.items():
-        shard, is_whole = own.get(name), isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-        if isinstance(shard, DTensor) and is_whole and value.shape == shard.shape:  # torch reports other shapes
-            given[name] = shard_like(shard, value.detach())  # type: ignore[index]
-    return given
-
-
 _OPTIMIZER_FIX = "call `accelerator.save_state(folder)` on all ranks."
 
 
 def torch_save(original: Callable[..., Any], obj: Any, *args: Any, **kwargs: Any) -> Any:
-    """Write an object with whole weights. Collective if it contains the state dict of a model under FSDP2."""
-    return original(_with_gathered_weights("torch.save", obj), *args, **kwargs)
+    """Write an object, unless it contains shards."""
+    _check_no_shards("torch.save", obj)
+    return original(obj, *args, **kwargs)
 
 
 def find_shared_tensors(original: Callable[..., Any], state_dict: Mapping[str, Any]) -> Any:
@@ -121,24 +58,19 @@ def find_shared_tensors(original: Callable[..., Any], state_dict: Mapping[str, A
 
 def accelerator_save(original: Callable[..., Any], accelerator: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
     """Gather and check on every rank, although only the main process writes: no rank continues without the file."""
-    keep, safe = accelerator.is_local_main_process, bool(kwargs.get("safe_serialization"))
-    return original(_with_gathered_weights("Accelerator.save", obj, keep=keep, dtensors=safe), *args, **kwargs)
+    obj = _with_gathered_weights(obj, keep=accelerator.is_local_main_process)
+    _check_no_shards("Accelerator.save", obj, dtensors=bool(kwargs.get("safe_serialization")))
+    return original(obj, *args, **kwargs)
 
 
-def _with_gathered_weights(function: str, obj: Any, *, keep: bool = True, dtensors: bool = False) -> Any:
+def _with_gathered_weights(obj: Any, *, keep: bool) -> Any:
     """Return an object with whole tensors on the CPU instead of the ``DTensor`` weights of sharded models.
 
     Collective if the object contains any. The state dicts of optimizers and modules are not gathered.
 
     Args:
-        function: the function that writes the object, for messages.
         keep: whether this rank writes the object. Otherwise its tensors are empty.
-        dtensors: see :func:`_check_no_shards`.
-
-    Raises:
-        SpecError: the object still contains shards.
     """
-    # The models are searched only if necessary: pickle calls torch.save for each tensor that ranks send each other.
     tensors = (tensor for _, tensor in _named_tensors(obj, _is_written_as_it_is))
     has_dtensors = bool(sharded_models()) and any(isinstance(tensor, DTensor) for tensor in tensors)
     meshes = {
@@ -163,11 +95,10 @@ def _with_gathered_weights(function: str, obj: Any, *, keep: bool = True, dtenso
         shard = local.untyped_storage().data_ptr(), local.storage_offset(), local.stride(), tensor.shape
         return written.setdefault(shard, whole.cpu())
 
-    if meshes:
-        with collective_call(f"{function} of the weights of a model", fix=FIX):
-            obj = _replace_leaves(obj, gather)
-    _check_no_shards(function, obj, dtensors=dtensors)
-    return obj
+    if not meshes:
+        return obj
+    with collective_call("Accelerator.save of the weights of a model", fix=STATE_FIX):
+        return _replace_leaves(obj, gather)
 
 
 def _replace_leaves(obj: Any, replace: Callable[[Any], Any]) -> Any:
@@ -196,6 +127,7 @@ def _check_no_shards(function: str, obj: Any, *, dtensors: bool = False) -> None
     Args:
         dtensors: whether to refuse the ``DTensor`` objects of a single rank too.
     """
+    # The models are searched only if necessary: pickle calls torch.save for each tensor that ranks send each other.
     tensors = [*_named_tensors(obj)] if sharded_models() else []
     storages = flat_storages() if tensors else set()
     if found := [
@@ -203,7 +135,9 @@ def _check_no_shards(function: str, obj: Any, *, dtensors: bool = False) -> None
     ]:
         shards = f"one rank's part of {plural(len(found), 'tensor')}"
         message = f"{function} would write {shards} instead of the whole tensors: {format_names(found, 3)}."
-        raise SpecError([Problem(code="FSDP-E672", message=message, fix=f"{FIX} For optimizers: {_OPTIMIZER_FIX}")])
+        raise SpecError(
+            [Problem(code="FSDP-E672", message=message, fix=f"{STATE_FIX} For optimizers: {_OPTIMIZER_FIX}")]
+        )
 
 
 def is_shard(tensor: torch.Tensor, flat_storages: set[int]) -> bool:
@@ -307,7 +241,11 @@ def add_remedy(error: BaseException) -> None:
 
     Python prints it after the error. The tensors are found in the frames of the traceback.
     """
-    if not isinstance(error, RuntimeError) or getattr(error, "__notes__", None) or not sharded_models():
+    if not isinstance(error, RuntimeError) or getattr(error, "__notes__", None):
+        return
+    if (problem := explain(error)) is not None:
+        error.add_note(str(problem))
+    if not sharded_models():
         return
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     callers = [frame.f_locals.get("self") for frame in frames]

@@ -94,7 +94,7 @@ def read_activation_offload(run: ObservedRun) -> ObservedValue:
 
 
 def read_ram_efficient(run: ObservedRun) -> ObservedValue:
-    """Check that the ranks share memory: the parameters were mapped, shared or not loaded before they were sharded."""
+    """Check that the ranks shared memory: parameters were mapped or not loaded before they were sharded."""
     observed = read_loading(run, planned=run.plan.ram_efficient)
     weights = run.weights
     if not observed.matches or weights is None or weights.before is None or run.world_size == 1:
@@ -102,7 +102,6 @@ def read_ram_efficient(run: ObservedRun) -> ObservedValue:
     before = weights.before
     counts = {
         "mapped from files": before.num_mapped,
-        "in memory shared by the ranks of a machine": before.num_shared,
         "not loaded": before.num_on_meta,
         "in private memory": before.num_private,
         "on the accelerator": before.num_on_device,

@@ -61,7 +61,7 @@ class WeightComparison:
         num_filled: number of these tensors that a rank had not loaded; maximum over the ranks.
         num_from_files: number of parameters that all ranks had mapped from equal files, which were not broadcast.
         before: which memory the parameters were in before the broadcast, on the rank with the most private memory.
-        num_shared_ranks: number of ranks on which a parameter was mapped, shared or not loaded.
+        num_shared_ranks: number of ranks on which a parameter was mapped or not loaded.
     """
 
     num_on_meta: int

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
+from types import MethodType
 from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.contracts import Contract, contracts_of, guard_functions
@@ -22,6 +23,7 @@ _MESSAGES: Final = "the names of units in messages about collectives"
 ROOT: Final = "the root unit"
 _UNIT_NAME: Final = "_hf_fsdp_unit_name"
 CONTRACTS = (
+    *contracts_of(_MODULE, "refused", "`from_pretrained` with RAM-efficient loading", "_apply"),
     *contracts_of(_MODULE, "refused", _TREE, "_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"),
     *contracts_of(_MODULE, "refused", "`torch.compile` of layers", "_call_impl", "_compiled_call_impl"),
     *contracts_of(_MODULE, "refused", "saving a module of an adapter", "_forward_hooks", "_forward_pre_hooks"),
@@ -85,6 +87,19 @@ def children(module: nn.Module) -> dict[str, nn.Module | None]:
 def parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return the mutable dict attribute -> parameter of the module itself."""
     return module._parameters
+
+
+def leave_on_meta(module: nn.Module) -> None:
+    """Let ``module.to(…)`` cast parameters on the meta device without moving them, for which torch raises an error."""
+    module._apply = MethodType(_apply_on_meta, module)  # type: ignore[method-assign]
+
+
+def _apply_on_meta(module: nn.Module, function: Callable[[Any], Any], recurse: bool = True) -> Any:
+    def apply(tensor: Any) -> Any:
+        # A function that moves a tensor without elements returns the wanted dtype.
+        return tensor.to(function(tensor.new_empty(0, device="cpu")).dtype) if tensor.is_meta else function(tensor)
+
+    return type(module)._apply(module, apply, recurse)
 
 
 def registrations(modules: Iterable[nn.Module]) -> Iterator[tuple[dict[str, Any], str, Any]]:

@@ -527,14 +527,15 @@ def test_sharpness_aware_optimizer_is_refused(two_ranks: Ranks, version: int) ->
 
 
 def write_tied(config: dict[str, Any], path: str) -> bool:
-    """Write a model with tied weights with ``torch.save``. Returns whether it is read as one tensor."""
+    """Write a model with tied weights with ``accelerator.save``. Returns whether it is read as one tensor."""
     accelerator = fresh_accelerator(config)
     model = accelerator.prepare(tiny_llama(tied=True))
     state = accelerator.unwrap_model(model).state_dict()
-    torch.save(state, f"{path}/{accelerator.process_index}.pt")
-    read = torch.load(f"{path}/{accelerator.process_index}.pt")
+    accelerator.save(state, f"{path}/model.pt")
+    accelerator.wait_for_everyone()
+    read = torch.load(f"{path}/model.pt")
     return read["lm_head.weight"].data_ptr() == read["model.embed_tokens.weight"].data_ptr()
 
 
-def test_torch_save_keeps_tied_weights_of_fsdp2(two_ranks: Ranks, tmp_path: Path) -> None:
+def test_accelerator_save_keeps_tied_weights_of_fsdp2(two_ranks: Ranks, tmp_path: Path) -> None:
     assert all(two_ranks.run(write_tied, parallel_config("full_shard", 2, 2), str(tmp_path)))

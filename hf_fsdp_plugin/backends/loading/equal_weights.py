@@ -1,32 +1,32 @@
-"""Which memory the parameters of a model are in, and which weights are equal on all ranks.
+"""Which parameters are unchanged views of mapped files, and which weights are equal on all ranks.
 
-The bits of tensors are compared by their hashes and sums. Parameters that are views of files need not be read for this.
-``from_pretrained`` maps safetensors files, so a parameter is mostly a view of a file. If all ranks have the same view,
-each of them can take its own shard from it, and no broadcast is needed. For each parameter the ranks compare a hash of
-what it is a view of: the file's path, size and modification time, and the position in the file. Machines with file
-systems of their own may have copies of the file with other times. Then the ranks with the same copy read it once,
-together, and all ranks compare hashes of the content. A mapping that this process has written to counts as changed.
+``from_pretrained`` maps files, so a parameter is mostly a view of a file. If all ranks have the same view, each of them
+can take its own shard from it, and no broadcast is needed. For each parameter the ranks compare a hash of what it is a
+view of: the file's path, size and modification time, and the position in the file. Of a file of the Hugging Face cache,
+whose name is the hash of its content, they compare name and size, because each machine may have downloaded it. A view
+that this process has written to counts as changed. The bits of other tensors are compared by their hashes and sums.
 
-Linux only: the mappings are read from ``/proc/self/smaps`` (``man 5 proc_pid_smaps``). Elsewhere none are known.
+Linux only: the kernel lists the mapped files in ``/proc/self/maps``, and in ``/proc/self/pagemap`` which of their pages
+this process has copied to write to them (``man 5 proc_pid_pagemap``). Elsewhere no views are known.
 """
 
 from __future__ import annotations
 
 import hashlib
+import mmap
 import os
 import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import nn
-from xxhash import xxh3_128_digest
 
 from hf_fsdp_plugin.backends.ranks.agreement import gather_objects
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
@@ -35,18 +35,14 @@ from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_names, plural
 from hf_fsdp_plugin.torch_private.modules import local_tensor
 
-SHARED_NAME = "hf_fsdp"
-"""Name of the memory files of :mod:`hf_fsdp_plugin.backends.loading.shared_weights`, which the kernel lists."""
-_MEMORY_FILE = f"/memfd:{SHARED_NAME}"
-_HEADER = r"([0-9a-f]+)-([0-9a-f]+) \S{4} ([0-9a-f]+) \S+ \d+ *(.*)"
-_CHANGED = r"(?:Anonymous|Swap): *(\d+) kB"
-"""Lines about a mapping: the size of its changed pages in memory, and of those that were swapped out."""
-_LINE = re.compile(rf"^(?:{_HEADER}|{_CHANGED})$", re.MULTILINE)
+_MAPPED_FILE = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S{4} ([0-9a-f]+) \S+ \d+ +(/.*)$", re.MULTILINE)
+_HASH_OF_CONTENT = re.compile("[0-9a-f]{64}")
+_PAGE_OF_FILE, _PAGE_IN_USE = 61, 62
+"""Bits of a page in ``/proc/self/pagemap``: whether it belongs to a file, and (62 and 63) whether it is in memory or
+swapped out. A page of a mapped file that is in use without belonging to the file is a changed copy."""
 _MASK = (1 << 62) - 1
 """Makes hashes positive, so that a reduction with MAX of the negated hashes returns the smallest hash of all ranks."""
 _NO_VIEW = 0
-_NOT_READ = -(1 << 62)
-"""Result of a rank for a parameter that another rank with the same file reads. A reduction with MAX ignores it."""
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> the integer type with the same size."""
 SUM_MODULUS = 1 << 32
@@ -56,78 +52,40 @@ _ADDED_ON_ACCELERATOR = 1 << 24
 """Number of elements that are added at a time. If they have less than 4 bytes, torch makes a copy with 4 bytes each."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MappedRegion:
-    """One mapping.
+class MappedFiles:
+    """The files that this process has mapped at one moment."""
 
-    Attributes:
-        start, end: addresses; ``end`` is the first address after the mapping.
-        path: path of the mapped file; empty for anonymous memory.
-        offset: position of ``start`` in the file, in bytes.
-        private_bytes: memory that only this process has, among it the changed pages of a file.
-    """
-
-    start: int
-    end: int
-    path: str
-    offset: int
-    private_bytes: int = 0
-
-    @property
-    def is_file(self) -> bool:
-        return self.path.startswith("/")
-
-    @property
-    def is_unchanged_file(self) -> bool:
-        return self.is_file and not self.private_bytes
-
-    @property
-    def is_shared_memory(self) -> bool:
-        """Whether it maps memory that :mod:`hf_fsdp_plugin.backends.loading.shared_weights` shares on this machine."""
-        return self.path.startswith(_MEMORY_FILE)
-
-
-class MemoryMaps:
-    """All mappings of this process at one moment."""
-
-    def __init__(self, regions: Iterable[MappedRegion]) -> None:
-        self._regions = sorted(regions, key=lambda region: region.start)
-        self._starts = [region.start for region in self._regions]
-
-    @classmethod
-    def read(cls, tensors: Iterable[torch.Tensor]) -> MemoryMaps:
-        """Return the mappings, with their private bytes if one of the tensors may be in a file.
-
-        The kernel counts these bytes by a search of all pages of the process.
-        """
-        maps = cls._read("maps")
-        for tensor in (tensor for tensor in tensors if tensor.device.type == "cpu"):
-            # A subclass may be a view of a file, too, but need not have one memory that can be looked up.
-            if not is_plain_on_cpu(tensor) or ((region := maps.find(tensor)) is not None and region.is_file):
-                return cls._read("smaps")
-        return maps
-
-    @classmethod
-    def _read(cls, name: str) -> MemoryMaps:
+    def __init__(self) -> None:
         try:
-            text = Path(f"/proc/self/{name}").read_text(errors="replace")
+            with open("/proc/self/maps", errors="replace") as file:
+                found = _MAPPED_FILE.findall(file.read())
         except OSError:
-            return cls([])
-        regions: list[MappedRegion] = []
-        for start, end, offset, path, kilobytes in _LINE.findall(text):
-            if start:
-                regions.append(MappedRegion(start=int(start, 16), end=int(end, 16), path=path, offset=int(offset, 16)))
-            elif kilobytes != "0":
-                regions[-1] = replace(regions[-1], private_bytes=regions[-1].private_bytes + int(kilobytes) * 1024)
-        return cls(regions)
+            found = []
+        self._regions = [(int(start, 16), int(end, 16), int(offset, 16), path) for start, end, offset, path in found]
 
-    def find(self, tensor: torch.Tensor) -> MappedRegion | None:
-        """Return the mapping that contains the whole tensor, or ``None``."""
-        storage = tensor.untyped_storage()
-        index = bisect_right(self._starts, storage.data_ptr()) - 1
-        if index < 0 or storage.data_ptr() + storage.nbytes() > self._regions[index].end:
+    def view(self, tensor: torch.Tensor) -> tuple[str, int] | None:
+        """Return the path and the position in bytes of what a tensor is an unchanged, contiguous view of, if any."""
+        if not is_plain_on_cpu(tensor) or not tensor.is_contiguous():
             return None
-        return self._regions[index]
+        address = tensor.data_ptr()
+        index = bisect_right(self._regions, address, key=lambda region: region[0]) - 1
+        if index < 0 or address + tensor.nbytes > self._regions[index][1] or _is_changed(address, tensor.nbytes):
+            return None
+        start, _, offset, path = self._regions[index]
+        return path, address - start + offset
+
+
+def _is_changed(address: int, num_bytes: int) -> bool:
+    """Return whether this process has written to a part of a mapped file."""
+    first, last = address // mmap.PAGESIZE, (address + max(num_bytes, 1) - 1) // mmap.PAGESIZE
+    try:
+        with open("/proc/self/pagemap", "rb") as file:
+            file.seek(first * 8)
+            pages = numpy.frombuffer(file.read((last - first + 1) * 8), dtype=numpy.uint64)
+    except OSError:
+        return True
+    of_file = (pages >> numpy.uint64(_PAGE_OF_FILE)) & numpy.uint64(1)
+    return len(pages) == 0 or bool(((pages >> numpy.uint64(_PAGE_IN_USE) != 0) & (of_file == 0)).any())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,17 +93,15 @@ class ParameterMemory:
     """Which memory the parameters of a model are in on one rank. Tied parameters count once.
 
     Attributes:
-        num_mapped: number of parameters that are views of a mapped file.
-        num_shared: number of parameters in memory that the ranks of a machine share.
+        num_mapped: number of parameters that are unchanged views of a mapped file.
         num_private: number of parameters in memory of this process alone.
         num_on_meta: number of parameters on the meta device.
         num_on_device: number of parameters on an accelerator.
-        private_bytes: host memory of this process alone, among it the changed pages of mapped files.
+        private_bytes: host memory of this process alone.
         total_bytes: bytes of all parameters.
     """
 
     num_mapped: int = 0
-    num_shared: int = 0
     num_private: int = 0
     num_on_meta: int = 0
     num_on_device: int = 0
@@ -155,78 +111,49 @@ class ParameterMemory:
     @property
     def num_not_private(self) -> int:
         """Number of parameters that need no host memory of this process alone."""
-        return self.num_mapped + self.num_shared + self.num_on_meta
+        return self.num_mapped + self.num_on_meta
 
 
 def parameter_memory(parameters: Iterable[torch.Tensor]) -> ParameterMemory:
     """Read off the addresses of the parameters which memory they are in. No collectives."""
-    distinct = {id(parameter): local_tensor(parameter) for parameter in parameters}.values()
-    maps = MemoryMaps.read(distinct)
-    counts: Counter[str] = Counter()
-    touched: dict[int, MappedRegion] = {}
-    private_bytes = total_bytes = 0
-    for parameter in distinct:
-        total_bytes += parameter.nbytes
-        region = maps.find(parameter) if parameter.device.type == "cpu" else None
+    files, counts, num_bytes = MappedFiles(), Counter[str](), Counter[str]()
+    for parameter in {id(parameter): local_tensor(parameter) for parameter in parameters}.values():
         if parameter.device.type != "cpu":
-            counts["num_on_meta" if parameter.is_meta else "num_on_device"] += 1
-        elif region is None or not region.is_file:
-            counts["num_private"] += 1
-            private_bytes += parameter.nbytes
+            kind = "num_on_meta" if parameter.is_meta else "num_on_device"
         else:
-            counts["num_shared" if region.is_shared_memory else "num_mapped"] += 1
-            touched[region.start] = region
-    private_bytes += sum(region.private_bytes for region in touched.values())
-    return ParameterMemory(**counts, private_bytes=min(private_bytes, total_bytes), total_bytes=total_bytes)
+            kind = "num_private" if files.view(parameter) is None else "num_mapped"
+        counts[kind] += 1
+        num_bytes[kind] += parameter.nbytes
+    return ParameterMemory(**counts, private_bytes=num_bytes["num_private"], total_bytes=num_bytes.total())
 
 
 def find_mapped_parameters(model: nn.Module, device: torch.device) -> set[int]:
-    """Return the ids of the parameters that all ranks have mapped from equal files.
+    """Return the ids of the parameters that all ranks have mapped from the same files.
 
-    Collective: one reduction of four numbers for each parameter; if ranks have copies of a file, two more collectives.
+    Collective: one reduction of two numbers for each parameter.
 
     Args:
         device: the device on which the numbers are reduced.
     """
-    parameters = list(model.parameters())
+    parameters, files, identity = list(model.parameters()), MappedFiles(), cache(_identity)
     if not parameters:
         return set()
-    maps, file_status = MemoryMaps.read(parameters), cache(_status)
-    views = [_hashes_of_view(parameter, maps, file_status) for parameter in parameters]
-    files = [of_file for of_file, _ in views]
-    equal = _equal_on_all_ranks([*files, *(of_copy for _, of_copy in views)], device)
-    is_equal, is_copied = equal[: len(files)], equal[len(files) :]
-    compared = [index for index, copied in enumerate(is_copied) if copied and not is_equal[index]]
-    if compared:
-        contents = _hashes_of_content([parameters[index] for index in compared], files, device)
-        for index, equal_content in zip(compared, _equal_on_all_ranks(contents, device), strict=True):
-            is_equal[index] = equal_content
+    hashes = [_hash_of_view(parameter, files.view(parameter), identity) for parameter in parameters]
+    is_equal = _equal_on_all_ranks(hashes, device)
     return {id(parameter) for parameter, found in zip(parameters, is_equal, strict=True) if found}
 
 
-def _hashes_of_view(
-    parameter: nn.Parameter, maps: MemoryMaps, file_status: Callable[[str], tuple[int, int] | None]
-) -> tuple[int, int]:
-    """Return two hashes of a parameter's view of a file: one is equal only for this file, the other for copies too."""
-    region = maps.find(parameter) if is_plain_on_cpu(parameter) and parameter.is_contiguous() else None
-    if region is None or not region.is_unchanged_file:
-        return _NO_VIEW, _NO_VIEW
-    # The name of shared memory depends on its content.
-    status = (0, 0) if region.is_shared_memory else file_status(region.path)
-    if status is None:
-        return _NO_VIEW, _NO_VIEW
-    offset = parameter.data_ptr() - region.start + region.offset
-    view = status[0], offset, str(parameter.dtype), str(list(parameter.shape))
-    return _hash(region.path, status[1], *view), _hash(os.path.basename(region.path), *view)
+def _hash_of_view(
+    parameter: nn.Parameter, view: tuple[str, int] | None, identity: Callable[[str], tuple[Any, ...] | None]
+) -> int:
+    found = None if view is None else identity(view[0])
+    if view is None or found is None:
+        return _NO_VIEW
+    return _hash(found, view[1], str(parameter.dtype), str(list(parameter.shape)))
 
 
-def is_plain_on_cpu(tensor: torch.Tensor) -> bool:
-    """Whether the data of a tensor or parameter is an ordinary tensor in host memory."""
-    return type(tensor.data) is torch.Tensor and tensor.device.type == "cpu"
-
-
-def _status(path: str) -> tuple[int, int] | None:
-    """Return size and modification time of a file; ``None`` if it has been removed or replaced.
+def _identity(path: str) -> tuple[Any, ...] | None:
+    """Return what all ranks with the same file have in common; ``None`` if it has been removed or replaced.
 
     The kernel adds "(deleted)" to the path of such a file.
     """
@@ -234,7 +161,13 @@ def _status(path: str) -> tuple[int, int] | None:
         status = os.stat(path)
     except OSError:
         return None
-    return status.st_size, status.st_mtime_ns
+    name = os.path.basename(path)
+    return (name, status.st_size) if _HASH_OF_CONTENT.fullmatch(name) else (path, status.st_size, status.st_mtime_ns)
+
+
+def is_plain_on_cpu(tensor: torch.Tensor) -> bool:
+    """Whether the data of a tensor or parameter is an ordinary tensor in host memory."""
+    return type(tensor.data) is torch.Tensor and tensor.device.type == "cpu"
 
 
 def _hash(*content: object) -> int:
@@ -242,26 +175,9 @@ def _hash(*content: object) -> int:
     return max(int.from_bytes(digest, "little") & _MASK, _NO_VIEW + 1)
 
 
-def _hashes_of_content(parameters: Sequence[torch.Tensor], files: Sequence[int], device: torch.device) -> list[int]:
-    """Return a hash of each parameter that this rank has to read. Collective.
-
-    Args:
-        files: for all parameters of this rank, the hash of the file. Ranks with the same files share the work.
-    """
-    own = torch.tensor([_hash(*files)], dtype=torch.int64, device=device)
-    of_ranks = torch.empty(dist.get_world_size(), dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(of_ranks, own)
-    readers = torch.nonzero(of_ranks == own).view(-1).tolist()
-    index, count = readers.index(dist.get_rank()), len(readers)
-    contents = (parameter.detach().reshape(-1).view(torch.uint8).numpy().data for parameter in parameters)
-    mine = (number % count == index for number in range(len(parameters)))
-    return [_hash(xxh3_128_digest(data)) if is_own else _NOT_READ for is_own, data in zip(mine, contents, strict=True)]
-
-
 def _equal_on_all_ranks(values: Sequence[int], device: torch.device) -> list[bool]:
-    """Return for each value whether all ranks that have read it have the same value. Collective."""
-    negatives = [value if value == _NOT_READ else -value for value in values]
-    extremes = torch.tensor([values, negatives], dtype=torch.int64, device=device)
+    """Return for each value whether all ranks have the same, which is not that of no view. Collective."""
+    extremes = torch.tensor([values, [-value for value in values]], dtype=torch.int64, device=device)
     dist.all_reduce(extremes, dist.ReduceOp.MAX)
     return [highest == -lowest != _NO_VIEW for highest, lowest in zip(*extremes.tolist(), strict=True)]
 

@@ -22,6 +22,7 @@ from hf_fsdp_plugin.backends.ranks.agreement import collective_call, on_all_rank
 from hf_fsdp_plugin.backends.sharding import forwards, script_access
 from hf_fsdp_plugin.backends.sharding.fsdp1 import apply_fsdp1
 from hf_fsdp_plugin.backends.sharding.fsdp2 import adopt_fsdp2, apply_fsdp2
+from hf_fsdp_plugin.backends.sharding.state_dicts import support_state_dicts
 from hf_fsdp_plugin.backends.sharding.unused_parameters import watch_unused_parameters
 from hf_fsdp_plugin.backends.torch_types import shard_like, wait_for_reads
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
@@ -121,6 +122,7 @@ def shard(
     forwards.return_changed_inputs(sharded)
     script_access.carry_parameter_hooks(sharded, parameter_hooks)
     script_access.refuse_copies(sharded)
+    support_state_dicts(plan, sharded)
     script_access.correct_flat_reads(sharded)
     forwards.refuse_double_backward(sharded)
     watch_unused_parameters(sharded)

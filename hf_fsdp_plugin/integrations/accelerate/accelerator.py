@@ -28,6 +28,7 @@ from hf_fsdp_plugin.backends.ranks.cluster import (
     slurm_variables,
 )
 from hf_fsdp_plugin.backends.sharding.shard import has_shards, locate_module
+from hf_fsdp_plugin.backends.sharding.state_dicts import STATE_FIX
 from hf_fsdp_plugin.backends.torch_types import world_mesh
 from hf_fsdp_plugin.devices import DEVICES, accelerator_type, get_device, select_device
 from hf_fsdp_plugin.integrations import patching
@@ -37,7 +38,6 @@ from hf_fsdp_plugin.integrations.accelerate.run_report import report_run
 from hf_fsdp_plugin.integrations.saving import call_name, gathered, state_at
 from hf_fsdp_plugin.integrations.script_arguments import check_arguments, check_object, print_or_raise
 from hf_fsdp_plugin.integrations.session import attributes_in_block, outer_calls, session
-from hf_fsdp_plugin.integrations.torch_functions import FIX
 from hf_fsdp_plugin.messages import print_once, print_warnings
 from hf_fsdp_plugin.observers import mark_phase
 from hf_fsdp_plugin.plan.fsdp_plan import MeshPlan, ProblemCollector, has_replicas
@@ -147,7 +147,7 @@ def get_state_dict(original: Callable[..., Any], accelerator: Any, model: Any, *
     if (answer := gathered().state_of(model)) is not None:
         return answer
     if (place := locate_module(model)) is not None:
-        with agreement.collective_call(call_name("Accelerator.get_state_dict", model), fix=FIX):
+        with agreement.collective_call(call_name("Accelerator.get_state_dict", model), fix=STATE_FIX):
             return state_at(place)
     if plugins.planned_plugin(accelerator) is not None and not has_shards(model):
         return model.state_dict()

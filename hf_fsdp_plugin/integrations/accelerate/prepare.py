@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from hf_fsdp_plugin.backends.loading.deferred_weights import check_can_fill
 from hf_fsdp_plugin.backends.loading.equal_weights import check_same_weights
-from hf_fsdp_plugin.backends.loading.shared_weights import exchange
 from hf_fsdp_plugin.backends.optimizers.known_optimizers import apply_step_mode
 from hf_fsdp_plugin.backends.optimizers.parameters import (
     check_groups,
@@ -134,7 +134,6 @@ def _add_models(
     for model in known:
         sharding.rebind_optimizers(model, optimizers)
     if models:
-        exchange.close()  # every rank has loaded its model
         earlier = [each for each in _optimizers_of(accelerator) if not foreign_parameters(each, known)]
         _prepare_optimizers(accelerator, earlier)
     return added
@@ -191,6 +190,7 @@ def shard_model(
             if plan is None:
                 spec = plugin.spec_for(model, is_first=is_first, is_trained=is_trained)
                 plan = make_plan(accelerator, spec, model)
+            check_can_fill(plan, model)
         # 3. Agree: the same plan and weights on all ranks.
         agreement.same_on_all_ranks("the plan", json.dumps(plan.to_json(), sort_keys=True))
         if (problem := check_same_weights(plan, model, accelerator.device)) is not None:

@@ -1,11 +1,12 @@
 """``hfp.from_pretrained``, and ``from_pretrained`` of Transformers with RAM-efficient loading.
 
-With it, every rank has a whole model, mostly in memory that ranks share.
+Transformers maps the files of a checkpoint, and all processes of a machine share the pages of a mapped file. So every
+rank has a whole model, which needs no private memory, if its weights are those of the files.
 
-Transformers maps the files of a checkpoint, and all processes of a machine share the pages of a mapped file. A rank
-needs private memory only for weights that differ from the file: another dtype, or weights that Transformers converts,
-such as fused experts and tensors of GGUF files. One rank of a machine computes these, one after the other, and the
-others map the result (:mod:`hf_fsdp_plugin.backends.loading.shared_weights`).
+Weights that differ from the file, because they are cast to another dtype, fused or dequantized, are computed by rank 0
+alone. The other ranks have the model on the meta device until ``prepare`` sends them their shards, one unit at a time.
+Until then a script can change such a model, but read no values of it
+(:mod:`hf_fsdp_plugin.backends.loading.deferred_weights`).
 
 Transformers leaves the weights that a checkpoint lacks, such as a new head, on the meta device on all
 ranks but the first. With these replacements, every rank initializes them.
@@ -14,11 +15,8 @@ ranks but the first. With these replacements, every rank initializes them.
 from __future__ import annotations
 
 import functools
-import hashlib
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -29,8 +27,8 @@ from transformers import DistributedConfig, modeling_utils
 from transformers.core_model_loading import WeightConverter
 
 from hf_fsdp_plugin.axes import CONTEXT_AXIS, REPLICATE_AXIS, SHARD_AXIS, TENSOR_AXIS
+from hf_fsdp_plugin.backends.loading.deferred_weights import defer_weights
 from hf_fsdp_plugin.backends.loading.equal_weights import parameter_memory
-from hf_fsdp_plugin.backends.loading.shared_weights import Publication, Received, exchange
 from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
 from hf_fsdp_plugin.checkpoint.checking.against_model import ModelTensor
 from hf_fsdp_plugin.devices import accelerator_type
@@ -39,7 +37,7 @@ from hf_fsdp_plugin.integrations.accelerate.accelerator import accelerator, mesh
 from hf_fsdp_plugin.integrations.accelerate.prepare import shard_model
 from hf_fsdp_plugin.integrations.saving import bind_call
 from hf_fsdp_plugin.integrations.script_arguments import print_or_raise
-from hf_fsdp_plugin.integrations.session import context_in_block, session
+from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.integrations.transformers import private
 from hf_fsdp_plugin.integrations.transformers.model_files import check_loaded, check_model, without_progress_bar
 from hf_fsdp_plugin.messages import print_once
@@ -51,7 +49,6 @@ from hf_fsdp_plugin.rank_variables import launched_rank, launched_world_size
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import MADE_FROM_SPEC
 from hf_fsdp_plugin.text import format_bytes
-from hf_fsdp_plugin.torch_private.modules import entries_in_block
 
 
 def from_pretrained(
@@ -177,64 +174,24 @@ def load_pretrained_model(
         if not patching.loads_ram_efficiently() or expected_keys is not None or load_config.device_mesh is not None:
             result = load()
         else:
-            reason, result = _obstacle(state_dict, checkpoint_files, load_config), None
-            if reason is None and checkpoint_files:
-                result = _load_shared(original, load, model, checkpoint_files, load_config, tensors)
-            if result is None:
-                result = load()
-                _report_private_memory(model, reason or _CANNOT_SHARE)
+            reason = _obstacle(state_dict, checkpoint_files, load_config)
+            is_computed = reason is None and _needs_private_memory(model, checkpoint_files or (), tensors, load_config)
+            defers = is_computed and launched_rank() != 0
+            result = _load_on_meta(original, model, checkpoint_files or (), load_config) if defers else load()
+            if is_computed and _has_both_names(model, result[0].missing_keys):
+                reason, defers = "the files contain both of two tied weights, whose values are compared", False
+                result = load() if launched_rank() != 0 else result
+            if defers:
+                defer_weights(model)
+            if reason is not None:
+                _report_private_memory(model, reason)
     check_loaded(model, result[0], load_config)
     return result
 
 
-def _load_shared(
-    original: Callable[..., Any],
-    load: Callable[[], Any],
-    model: Any,
-    files: Sequence[str],
-    load_config: Any,
-    tensors: Mapping[str, ModelTensor],
-) -> Any:
-    """Load the weights. Weights that need private memory are computed by one rank of the machine.
-
-    Args:
-        tensors: name -> tensor of the safetensors files.
-
-    Returns:
-        ``None`` if this rank has to load the weights into its own memory.
-    """
-    is_gguf = private.dequantizes_gguf(load_config.hf_quantizer)
-    if not is_gguf and not _needs_private_memory(model, tensors, load_config):
-        return load()
-    shapes = {} if is_gguf or tensors else _read_shapes(files, load_config)
-    if any(name.endswith("_extra_state") for name in (*tensors, *shapes)):  # extra states are not tensors
-        return load()
-    transforms = [
-        (transform, [(type(op), vars(op)) for op in getattr(transform, "operations", ())])
-        for transform in load_config.weight_mapping or ()
-    ]
-    settings = (load_config.dtype, load_config.dtype_plan, load_config.ignore_mismatched_sizes, transforms)
-    shared = exchange.join(_key(model, files, *settings))
-    if isinstance(shared, Publication):
-        return _publish(shared, load, model, files)
-    if shared is None:
-        return None
-    if not is_gguf:
-        meta_config = replace(load_config, device_map={"": "meta"})
-        result = original(model, shapes or _read_shapes(files, load_config), None, meta_config, None)
-    elif shared.facts["is_complete"]:
-        result = private.loading_result(model, shared.facts["missing"], shared.facts["unexpected"])
-    else:
-        return load()
-    return result if _fill(model, shared, _real_paths(files), sorted(result[0].missing_keys)) else None
-
-
-_CANNOT_SHARE: Final = "this machine cannot share memory between processes"
-
-
 def _obstacle(state_dict: Any, files: Sequence[str] | None, load_config: Any) -> str | None:
-    """Return why the weights cannot be shared; ``None`` if they can."""
-    if private.dequantizes_gguf(load_config.hf_quantizer):
+    """Return why rank 0 cannot load the weights for all ranks; ``None`` if it can."""
+    if isinstance(state_dict, GgufTensors) or private.dequantizes_gguf(load_config.hf_quantizer):
         return None
     if load_config.is_quantized:
         method = load_config.hf_quantizer.quantization_config.quant_method
@@ -253,83 +210,36 @@ def _read_shapes(files: Iterable[str], load_config: Any) -> dict[str, Any]:
     return shapes
 
 
-def _needs_private_memory(model: Any, tensors: Mapping[str, ModelTensor], load_config: Any) -> bool:
-    """Return whether loaded weights may differ from the mapped files. May be true although none does."""
+def _needs_private_memory(
+    model: Any, files: Sequence[str], tensors: Mapping[str, ModelTensor], load_config: Any
+) -> bool:
+    """Return whether loaded weights may differ from the mapped files. May be true although none does.
+
+    Args:
+        tensors: name -> tensor of the safetensors files.
+    """
     is_converted = any(isinstance(transform, WeightConverter) for transform in load_config.weight_mapping or ())
-    if is_converted or getattr(load_config, "disable_mmap", None) or not tensors:  # not of safetensors files
+    if is_converted or load_config.is_quantized or getattr(load_config, "disable_mmap", None):
         return True
-    stored = {getattr(torch, name, None) for name in {tensor.dtype for tensor in tensors.values()}}
+    if tensors:
+        stored = {getattr(torch, name, None) for name in {tensor.dtype for tensor in tensors.values()}}
+    else:
+        stored = {tensor.dtype for tensor in _read_shapes(files, load_config).values()}
     wanted = {tensor.dtype for tensor in model.state_dict().values() if tensor.is_floating_point()}
     return len({dtype for dtype in stored if dtype is None or dtype.is_floating_point} | wanted) > 1
 
 
-def _key(model: Any, files: Sequence[str], *settings: Any) -> str:
-    """Return a digest of everything that the loaded weights depend on."""
-    stats = [(path, os.stat(path)) for path in _real_paths(files)]
-    content = (
-        [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats],
-        [(name, tensor.dtype, tensor.shape) for name, tensor in model.state_dict().items()],
-        (type(model), model.config.to_json_string(use_diff=False), settings),
-    )
-    return hashlib.sha256(repr(content).encode()).hexdigest()
+def _load_on_meta(original: Callable[..., Any], model: Any, files: Sequence[str], load_config: Any) -> Any:
+    """Leave a model on the meta device, in the form that it has on rank 0. No weights are read."""
+    if files and not files[0].endswith(".gguf"):
+        meta_config = replace(load_config, device_map={"": "meta"})
+        return original(model, _read_shapes(files, load_config), None, meta_config, None)
+    return private.loading_result(model, private.tied_weights(model).keys())  # the file has one name of a tied weight
 
 
-def _real_paths(files: Iterable[str]) -> list[str]:
-    return [os.path.realpath(file) for file in files]
-
-
-_publication: ContextVar[Publication | None] = ContextVar("_publication", default=None)
-"""Where the weights that this process is loading are published."""
-
-
-def set_param_for_module(
-    original: Callable[..., None], model: Any, target_name: str, param_value: Any, *args: Any
-) -> None:
-    """Set a weight that was loaded. A weight that is published is moved out of private memory first."""
-    publication = _publication.get()
-    original(model, target_name, param_value if publication is None else publication.move(param_value), *args)
-
-
-def _publish(publication: Publication, load: Callable[[], Any], model: Any, files: Sequence[str]) -> Any:
-    """Load the weights and give them to the other ranks of the machine."""
-    with publication:
-        # Threads would read and cast many tensors before the first of them is published.
-        one_thread = entries_in_block({"HF_DEACTIVATE_ASYNC_LOAD": "1"}, os.environ)
-        with context_in_block(_publication, publication), one_thread:
-            result = load()
-        loaded = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if not tensor.is_meta}
-        info = result[0]
-        facts = {
-            "missing": sorted(info.missing_keys),
-            "unexpected": sorted(info.unexpected_keys),
-            "is_complete": not (info.mismatched_keys or info.conversion_errors or info.error_msgs),
-        }
-        if not publication.publish(loaded, _real_paths(files), facts):
-            _report_private_memory(model, _CANNOT_SHARE)
-    return result
-
-
-def _fill(model: nn.Module, received: Received, files: Sequence[str], missing: list[str]) -> bool:
-    """Replace the meta tensors of a model by another rank's weights. Return false if they do not fit the model."""
-    try:
-        tensors = received.tensors(files)
-    except OSError:
-        return False
-    state = model.state_dict(keep_vars=True)
-    if missing != received.facts["missing"] or any(
-        name not in state or (state[name].shape, state[name].dtype) != (tensor.shape, tensor.dtype)
-        for name, tensor in tensors.items()
-    ):
-        return False
-    filled: dict[int, torch.Tensor] = {}  # tied weights stay one parameter
-    for name, tensor in tensors.items():
-        old = state[name]
-        is_parameter = isinstance(old, nn.Parameter)
-        new = nn.Parameter(tensor, requires_grad=old.requires_grad) if is_parameter else tensor
-        vars(new).update(vars(old))  # the marks of Transformers on loaded parameters
-        tensors[name] = filled.setdefault(id(old), new)
-    model.load_state_dict(tensors, strict=False, assign=True)
-    return True
+def _has_both_names(model: Any, missing: Collection[str]) -> bool:
+    """Return whether the files contain both of two tied weights, which Transformers ties if they are equal."""
+    return any(not {target, source} & set(missing) for target, source in private.tied_weights(model).items())
 
 
 def _report_private_memory(model: nn.Module, reason: str) -> None:
@@ -344,65 +254,14 @@ def _report_private_memory(model: nn.Module, reason: str) -> None:
         print_once(Problem(code="FSDP-W660", setting="loading.ram_efficient", message=message, fix=fix))
 
 
-_PARTS = 2
-"""Number of times that Transformers looks up a tensor of fused experts to fill it: for gates and for projections."""
-
-
-class MovedTensors(dict[str, torch.Tensor]):
-    """Tensors by name. Tensors are moved to shared memory when another one is added, unless a part is missing."""
-
-    def __init__(self, publication: Publication) -> None:
-        super().__init__()
-        self._publication = publication
-        self._reads: dict[str, int] = {}
-
-    def __setitem__(self, name: str, tensor: torch.Tensor) -> None:
-        for other in [other for other, count in self._reads.items() if count % _PARTS == 0]:
-            super().__setitem__(other, self._publication.move(super().__getitem__(other)))
-            del self._reads[other]
-        super().__setitem__(name, tensor)
-        self._reads[name] = 0
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        if name in self._reads:
-            self._reads[name] += 1
-        return super().__getitem__(name)
-
-
-_moved: ContextVar[MovedTensors | None] = ContextVar("_moved", default=None)
-"""The tensors of the file that this process is reading for the other ranks of its machine."""
+class GgufTensors(dict[str, torch.Tensor]):
+    """The dequantized tensors of a GGUF file; empty on a rank that leaves the model on the meta device."""
 
 
 def load_gguf_checkpoint(original: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Return the content of a GGUF file. Its tensors are in memory that the ranks of a machine share."""
+    """Return the content of a GGUF file, which rank 0 dequantizes alone. Newer versions do it tensor by tensor."""
     call = bind_call(original, args, kwargs)
     if not call["return_tensors"] or not patching.loads_ram_efficiently():
         return original(**call)
-    file = call["gguf_checkpoint_path"]
-    shared = exchange.join(_key(call["model_to_load"], [file], "gguf", call["torch_dtype"]))
-    if isinstance(shared, Received):
-        return {**original(file), "tensors": shared.tensors([])}
-    if shared is None:
-        return original(**call)
-    with shared:
-        with context_in_block(_moved, MovedTensors(shared)):
-            content = original(**call)
-        content["tensors"] = dict(content["tensors"])
-        shared.publish(content["tensors"], [], None)
-    return content
-
-
-def get_gguf_hf_weights_map(
-    original: Callable[..., dict[str, str]], hf_model: Any, processor: Any, *args: Any, **kwargs: Any
-) -> dict[str, str]:
-    """Return the names of the tensors. From now on, the processor adds tensors to those that are moved."""
-    moved = _moved.get()
-    if moved is not None and "process" not in vars(processor):  # Transformers calls the function for each submodule
-        process = processor.process
-
-        def process_into_moved(*args: Any, parsed_parameters: dict[str, Any], **kwargs: Any) -> Any:
-            parsed_parameters["tensors"] = moved
-            return process(*args, parsed_parameters=parsed_parameters, **kwargs)
-
-        processor.process = process_into_moved
-    return original(hf_model, processor, *args, **kwargs)
+    content = original(**call) if launched_rank() == 0 else {**original(call["gguf_checkpoint_path"]), "tensors": {}}
+    return {**content, "tensors": GgufTensors(content["tensors"])}

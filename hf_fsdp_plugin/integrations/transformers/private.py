@@ -108,7 +108,7 @@ def dequantizes_gguf(quantizer: Any) -> bool:
     return is_gguf and bool(getattr(quantizer, "supported", False) and quantizer.quantization_config.dequantize)
 
 
-def loading_result(model: Any, missing: Collection[str], unexpected: Iterable[str]) -> tuple[Any, None]:
+def loading_result(model: Any, missing: Collection[str]) -> tuple[Any, None]:
     """Return the result of ``_load_pretrained_model`` for a load without errors, and mark the weights as loaded."""
     from transformers.utils.loading_report import LoadStateDictInfo
 
@@ -116,7 +116,7 @@ def loading_result(model: Any, missing: Collection[str], unexpected: Iterable[st
         if name not in missing:
             tensor._is_hf_initialized = True
     info = LoadStateDictInfo(
-        missing_keys=set(missing), unexpected_keys=set(unexpected), mismatched_keys=set(), error_msgs=[],
+        missing_keys=set(missing), unexpected_keys=set(), mismatched_keys=set(), error_msgs=[],
         conversion_errors={}, skipped_pp_keys=set(),
     )  # fmt: skip
     return info, None

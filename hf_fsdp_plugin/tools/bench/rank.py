@@ -7,6 +7,7 @@ the units and settings of the plan of this package, or, as DDP, by stock Acceler
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -26,7 +27,6 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, se
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
-from hf_fsdp_plugin.backends.loading.shared_weights import return_freed_memory
 from hf_fsdp_plugin.devices import Device, get_device
 from hf_fsdp_plugin.hangs.watch_files import write_if_possible
 from hf_fsdp_plugin.integrations.accelerate.accelerator import accelerator as planned_accelerator
@@ -261,7 +261,8 @@ class PeakMemory:
         if self._module is not None:
             self._module.empty_cache()
             return int(self._module.memory_allocated())
-        return_freed_memory()  # later cases would use it unseen
+        with contextlib.suppress(OSError, AttributeError):  # the C library is not glibc
+            ctypes.CDLL(None).malloc_trim(0)  # later cases would use unseen what tensors have freed
         return _resident("VmRSS")
 
     def reset(self) -> None:

@@ -1,13 +1,11 @@
 """Plans for one rank."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from torch import nn
 
-from hf_fsdp_plugin.backends.loading.shared_weights import WeightExchange
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.spec.load import load_spec
@@ -23,13 +21,3 @@ def plan_for() -> Callable[..., FsdpPlan]:
         return resolve(load_spec(config, environ={}), model, world_size=1)
 
     return plan
-
-
-@pytest.fixture
-def exchange(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[WeightExchange]:
-    """An exchange of one of two ranks of a machine, in a job of its own."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", str(tmp_path))
-    own = WeightExchange()
-    yield own
-    own.close()

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import safe_open, save_file
 from torch import nn
 
-from hf_fsdp_plugin.backends.loading.equal_weights import MemoryMaps, find_mapped_parameters
+from hf_fsdp_plugin.backends.loading.equal_weights import _identity, find_mapped_parameters, parameter_memory
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the kernel lists no mappings")
+pytestmark = pytest.mark.skipif(not os.access("/proc/self/pagemap", os.R_OK), reason="the kernel lists no pages")
 
 
 class Subclass(torch.Tensor):
@@ -20,10 +20,10 @@ class Subclass(torch.Tensor):
 
 @pytest.fixture
 def model(one_rank: None, tmp_path: Path) -> nn.Sequential:
-    """Two linear layers of whole pages, which are views of a file."""
+    """Two linear layers that are views of a file, with whole pages between them."""
     layers = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
     path = tmp_path / "weights.safetensors"
-    save_file(layers.state_dict(), path)
+    save_file({**layers.state_dict(), "0.weights_between": torch.zeros(4096)}, path)
     with safe_open(path, "pt") as file:
         for name, parameter in layers.named_parameters():
             parameter.data = file.get_tensor(name)
@@ -49,24 +49,38 @@ def test_other_strides_are_not(model: nn.Sequential):
     assert found(model) == [True, False]
 
 
-def test_views_of_a_changed_mapping_are_not(model: nn.Sequential):
+def test_changed_views_are_not(model: nn.Sequential):
     with torch.no_grad():
         model[1].weight[40:] = 0.0
+    assert found(model) == [True, False]
+    memory = parameter_memory(model.parameters())
+    assert (memory.num_mapped, memory.num_private, memory.private_bytes) == (1, 1, 64 * 64 * 4)
+
+
+def test_changes_by_data_and_by_numpy_are_found(model: nn.Sequential):
+    model[0].weight.data[0, 0] = 1.0
+    model[1].weight.detach().numpy()[63, 63] = 1.0
     assert found(model) == [False, False]
-    region = MemoryMaps.read([model[1].weight]).find(model[1].weight)
-    assert region is not None and region.private_bytes > 0
 
 
-def test_pages_are_counted_only_for_views_of_a_file(model: nn.Sequential, monkeypatch: pytest.MonkeyPatch):
-    read = []
-    original = Path.read_text
-    monkeypatch.setattr(Path, "read_text", lambda path, **options: read.append(path.name) or original(path, **options))
-    MemoryMaps.read([torch.ones(2), torch.ones(2, device="meta")])
-    assert read == ["maps"]
-    MemoryMaps.read(model.parameters())
-    assert read[1:] == ["maps", "smaps"]
-    MemoryMaps.read([torch.ones(2).as_subclass(Subclass)])
-    assert read[3:] == ["maps", "smaps"]
+def test_read_views_are_found(model: nn.Sequential):
+    assert all(torch.isfinite(parameter.sum()) for parameter in model.parameters())
+    assert found(model) == [True, True]
+
+
+def test_subclasses_are_private(model: nn.Sequential):
+    memory = parameter_memory([torch.ones(2).as_subclass(Subclass), torch.ones(2, device="meta")])
+    assert (memory.num_private, memory.num_on_meta) == (1, 1)
+
+
+def test_file_with_a_hash_as_name_is_known_by_it(tmp_path: Path):
+    content, plain = tmp_path / ("0a" * 32), tmp_path / "model.safetensors"
+    for path in (content, plain):
+        path.write_bytes(b"1")
+    before = _identity(str(content)), _identity(str(plain))
+    for path in (content, plain):
+        os.utime(path, (1.0, 1.0))
+    assert before[0] == _identity(str(content)) and before[1] != _identity(str(plain))
 
 
 def test_views_of_a_removed_file_are_not(model: nn.Sequential, tmp_path: Path):

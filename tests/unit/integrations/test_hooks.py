@@ -7,17 +7,21 @@ import inspect
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import yaml
 
 import hf_fsdp_plugin as hfp
+from hf_fsdp_plugin.integrations import hooks
 from hf_fsdp_plugin.integrations.hooks import HOOKS, Hook
 from hf_fsdp_plugin.integrations.patching import changes, override_hooked_methods
 from hf_fsdp_plugin.integrations.session import session
 
-ROWS = [hook for hooks in HOOKS.values() for hook in hooks if importlib.util.find_spec(hook.module.partition(".")[0])]
+MAX_ROWS = 70
+ROWS = [hook for group in HOOKS.values() for hook in group if importlib.util.find_spec(hook.module.partition(".")[0])]
 """The rows whose library is installed."""
 BY_LAUNCHER = tuple(hook for group in ("calls", "hangs", "phases") for hook in HOOKS[group])
 """The rows that ``install()`` does not install."""
@@ -63,6 +67,19 @@ def existing() -> list[Hook]:
     return [hook for hook in ROWS if hook.name in vars(owner_of(hook)) or not hook.instead]
 
 
+def test_each_row_names_a_change_and_each_change_removes_rows() -> None:
+    path = Path(__file__).parents[3] / "scripts" / "upstream.yaml"
+    upstream = yaml.safe_load(path.read_text(encoding="utf-8"))
+    titles = [title for library in upstream.values() for title in library]
+    assert {hook.until for hooks in HOOKS.values() for hook in hooks} == set(titles) and len(titles) == len(set(titles))
+    assert all(entry.keys() == {"problem", "change"} for library in upstream.values() for entry in library.values())
+
+
+def test_hooks_do_not_become_more() -> None:
+    table = yaml.safe_load(Path(hooks.__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    assert sum(map(len, table.values())) <= MAX_ROWS
+
+
 @pytest.mark.parametrize("hook", ROWS, ids=lambda hook: hook.target)
 def test_hook_targets_and_replacements_exist(hook: Hook, originals: dict[str, Any]) -> None:
     module, _, name = hook.replacement.partition(":")
@@ -96,8 +113,8 @@ def positional(function: Any) -> list[str]:
 
 
 def test_a_group_has_one_row_per_target() -> None:
-    for hooks in HOOKS.values():
-        assert len({hook.target for hook in hooks}) == len(hooks)
+    for group in HOOKS.values():
+        assert len({hook.target for hook in group}) == len(group)
 
 
 def test_uninstall_restores_identical_objects(stock: dict[str, Any]) -> None:

@@ -1,3 +1,0 @@
-"""The fixtures of tests/unit/backends."""
-
-from tests.unit.backends.conftest import *  # noqa: F403
