@@ -1,7 +1,7 @@
 """The environment variables of a rank: its settings, its numbers, its run, and time limits. torch is not needed.
 
 ============================  ===============================================================================
-``HF_FSDP_LAUNCH``            what ``hf-fsdp launch`` hands over to its ranks: :class:`LaunchHandover` as JSON
+``HF_FSDP_LAUNCH``            what ``hf-fsdp launch`` hands over to its ranks: ``sources.handover``
 ``HF_FSDP_RANK_FILES``        path of a rank's files without their suffix; set by ``hf-fsdp launch``, which reads them
 ``HF_FSDP_RUN_ID``            id of the run, the same on all machines; set by ``hf-fsdp launch`` or a user
 ``HF_FSDP_RESTART_COUNT``     number of restarts so far, 0 on the first start; set by ``hf-fsdp launch``
@@ -15,13 +15,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final
-
-from hf_fsdp_plugin.sources.interface import SourceSettings
 
 LAUNCH_VARIABLE: Final = "HF_FSDP_LAUNCH"
 FILES_VARIABLE: Final = "HF_FSDP_RANK_FILES"
@@ -33,46 +29,6 @@ EXIT_LIMIT_VARIABLE: Final = "HF_FSDP_EXIT_TIMEOUT"
 ERROR_FILE_VARIABLE: Final = "TORCHELASTIC_ERROR_FILE"
 POD_ID_VARIABLE: Final = "PET_RDZV_ID"
 DEFAULT_HANG_LIMIT: Final = 120.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LaunchHandover:
-    """The settings that the launcher has read and checked, and its options. A rank reads no source again.
-
-    Attributes:
-        given: the settings of each source, with their origins and problems, highest precedence first.
-        quiet: whether the ranks print errors only.
-        report: absolute path of the report; ``None`` for the default path.
-        report_table: whether the tables of the report are printed, instead of a summary.
-    """
-
-    given: tuple[SourceSettings, ...]
-    quiet: bool = False
-    report: str | None = None
-    report_table: bool = False
-
-    def to_env(self) -> dict[str, str]:
-        """Return the variables to add to a rank's environment."""
-        options = {"quiet": self.quiet, "report": self.report, "report_table": self.report_table}
-        return {LAUNCH_VARIABLE: json.dumps({"given": [source.to_json() for source in self.given], **options})}
-
-    @classmethod
-    def from_env(cls, environ: Mapping[str, str]) -> LaunchHandover | None:
-        """Return the handover in `environ`; ``None`` if ``hf-fsdp launch`` did not start this process.
-
-        Raises:
-            ValueError: the variable does not contain a handover.
-        """
-        if (text := environ.get(LAUNCH_VARIABLE)) is None:
-            return None
-        try:
-            content = json.loads(text)
-            return cls(given=tuple(SourceSettings.from_json(source) for source in content.pop("given")), **content)
-        except (AttributeError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"the environment variable {LAUNCH_VARIABLE} does not contain a launcher's handover ({error!r}). "
-                f"Unset it: only commands of `hf-fsdp` that start ranks set it."
-            ) from error
 
 
 def launched_rank() -> int:

@@ -199,7 +199,7 @@ def replica_of_ranks(ranks: tuple[int, ...], world_size: int) -> tuple[int, int]
 def _replicated_shard(name: str, tensor: torch.Tensor) -> LocalShard:
     """Return a tensor that is whole on every rank."""
     frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-    whole = _whole(name, local_tensor(tensor))
+    whole = whole_shard(name, local_tensor(tensor))
     return replace(whole, replica=dist.get_rank(), replicas=dist.get_world_size(), frozen=frozen)
 
 
@@ -312,7 +312,7 @@ def _state_entries(
             shapes = (local.numel(),), (shard.numel(),)
         layout = optimizer_state.state_layout(key, *shapes)
         if layout != "other":
-            return {key: own.like(name, local) if layout == "like_parameter" else _whole(name, local)}
+            return {key: own.like(name, local) if layout == "like_parameter" else whole_shard(name, local)}
     is_subclass = type(local) is not torch.Tensor
     is_placed = isinstance(value, DTensor) and value.shape != parameter.shape
     if own.start is not None or is_placed or (is_subclass and state_factory(optimizer) is None):
@@ -327,11 +327,11 @@ def _state_entries(
         tensors = {attribute: getattr(local, attribute) for attribute in attributes}
     elements = optimizer_state.range_of(own.boxes, own.shape)
     stored = {optimizer_state.shard_key(key, attribute, elements): tensor for attribute, tensor in tensors.items()}
-    shards = {key: _whole(f"state.{own.name}.{key}", tensor) for key, tensor in stored.items()}
+    shards = {key: whole_shard(f"state.{own.name}.{key}", tensor) for key, tensor in stored.items()}
     return {key: replace(each, replica=own.replica, replicas=own.replicas) for key, each in shards.items()}
 
 
-def _whole(name: str, tensor: torch.Tensor) -> LocalShard:
+def whole_shard(name: str, tensor: torch.Tensor) -> LocalShard:
     """Return a tensor that this rank stores as a whole."""
     shape = tuple(tensor.shape)
     return LocalShard(name, tensor.dtype, shape, (Piece(whole_box(shape), tensor.detach()),))

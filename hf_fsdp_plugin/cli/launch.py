@@ -27,9 +27,10 @@ from hf_fsdp_plugin.launcher import world as worlds
 from hf_fsdp_plugin.launcher.rank_environment import RankJob, launch_env, rank_command
 from hf_fsdp_plugin.launcher.run_script import check_script
 from hf_fsdp_plugin.problems import Problem, SpecError, UsageError
-from hf_fsdp_plugin.rank_variables import POD_ID_VARIABLE, RUN_ID_VARIABLE, LaunchHandover, exit_limit, hang_limit
+from hf_fsdp_plugin.rank_variables import POD_ID_VARIABLE, RUN_ID_VARIABLE, exit_limit, hang_limit
 from hf_fsdp_plugin.sources import environment
 from hf_fsdp_plugin.sources.command_line import flag_name, parse_flags
+from hf_fsdp_plugin.sources.handover import LaunchHandover
 from hf_fsdp_plugin.sources.interface import Sources, SourceSettings
 from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec, LaunchSection

@@ -36,7 +36,7 @@ VERBS: Final[Mapping[str, str]] = MappingProxyType(
         "check": "check a config: show every setting, its origin, and every problem",
         "schema": "print a JSON Schema of the YAML config, for editors",
         "config": "ask for model, machines and settings, predict, and write a config",
-        "convert": "convert a config of DeepSpeed or another trainer into one for FSDP",
+        "convert": "convert a config, or a checkpoint of DeepSpeed, into one for FSDP",
         "launch": "check a config, then run a script on every rank with it",
         "profile": "run a script for a few steps, and show where the time of a step goes",
         "plan": "predict memory, communication and time of a training step",

@@ -18,9 +18,10 @@ from hf_fsdp_plugin.integrations.failure_watch import watch
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.rank_variables import LaunchHandover, launched_world_size
+from hf_fsdp_plugin.rank_variables import launched_world_size
 from hf_fsdp_plugin.sources import accelerate_file
 from hf_fsdp_plugin.sources.environment import absolute_path, variables_without_torchrun
+from hf_fsdp_plugin.sources.handover import LaunchHandover
 from hf_fsdp_plugin.sources.interface import Sources, SourceSettings, config_of
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import add_settings, read_settings

@@ -18,6 +18,7 @@ from hf_fsdp_plugin.backends.torch_types import wait_for_reads
 from hf_fsdp_plugin.checkpoint.names import MOVING_AVERAGE, numbered_from_one
 from hf_fsdp_plugin.checkpoint.reading.resharding import copy_whole_tensors, load_tensors
 from hf_fsdp_plugin.checkpoint.shards import ModelShards, parameter_shards, shards_below
+from hf_fsdp_plugin.checkpoint.writing.manager import Save
 from hf_fsdp_plugin.checkpoint.writing.state_files import gathered_state
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.messages import print_once
@@ -117,10 +118,11 @@ class ExponentialMovingAverage:
         """
         copy_whole_tensors(state_dict, self._averages)
 
-    def save(self, folder: Path, index: int = 0) -> None:
+    def save(self, folder: Path | Save, index: int = 0) -> None:
         """Write the averages to a folder in the safetensors format, each rank its shards. Collective."""
         self._check_not_applied("saved with the model")
-        manager().save_tensors(self._averages, folder, numbered_from_one(MOVING_AVERAGE, index))
+        into = folder if isinstance(folder, Save) else manager().open_save(folder) or folder
+        manager().save_tensors(self._averages, into, numbered_from_one(MOVING_AVERAGE, index))
 
     def load(self, checkpoint: Path, index: int = 0, *, verify: bool = True) -> None:
         """Load the averages of a checkpoint. Without averages in it, they begin with the loaded parameters. Collective.
@@ -184,10 +186,10 @@ def _averages_of(models: Iterable[nn.Module]) -> Iterator[tuple[int, Exponential
     return enumerate(average for average in averages if average is not None)
 
 
-def save_averages(models: Iterable[nn.Module], folder: Path) -> None:
+def save_averages(models: Iterable[nn.Module], save: Save) -> None:
     """Write the averages of the models to a checkpoint that is being written. Collective."""
     for index, average in _averages_of(models):
-        average.save(folder, index)
+        average.save(save, index)
 
 
 def load_averages(models: Iterable[nn.Module], checkpoint: Path, *, verify: bool = True) -> None:

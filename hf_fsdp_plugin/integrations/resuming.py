@@ -24,12 +24,12 @@ import torch.distributed as dist
 from hf_fsdp_plugin.backends.ranks import agreement
 from hf_fsdp_plugin.checkpoint.checking.inspection import first_complete, numbered_checkpoints, why_incomplete
 from hf_fsdp_plugin.checkpoint.folders import check_visible, recover_interrupted_commit, recover_run
+from hf_fsdp_plugin.checkpoint.formats.known_formats import refuse_deepspeed
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, read_manifest, readable_manifest
 from hf_fsdp_plugin.checkpoint.names import ACCELERATE_RNG, TRAINER_RNG
 from hf_fsdp_plugin.checkpoint.reading.states import check_states
 from hf_fsdp_plugin.hangs.calls import record
 from hf_fsdp_plugin.hangs.watch_files import RankFiles
-from hf_fsdp_plugin.integrations.deepspeed import engine_state, warn_missing_state
 from hf_fsdp_plugin.integrations.samples import samples_problem
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import current_run
@@ -139,6 +139,7 @@ def find_checkpoint(
         if selected is None:
             return None if run is None else _highest_numbered(run, prefix)
         recover_interrupted_commit(selected)
+        refuse_deepspeed(selected)
         reason = why_incomplete(selected) if selected.is_dir() else "the folder does not exist"
         if reason is not None:
             message = f"{selected} is not a complete checkpoint: {reason}"
@@ -225,6 +226,8 @@ def _highest_numbered(run: Path, prefix: str) -> Path | None:
     """Return the complete checkpoint with the highest number. Raises ``CheckpointError`` if all are incomplete."""
     recover_run(run, prefix)
     numbered = numbered_checkpoints(run, prefix)
+    for newest in numbered[:1]:
+        refuse_deepspeed(newest)
     found = _first_complete(numbered)
     if found is None and numbered:
         message = f"none of the {len(numbered)} checkpoints in {run} is complete."
@@ -312,9 +315,6 @@ def warn_differences(path: Path, batch: dict[str, Any]) -> None:
     Of checkpoints without a manifest, the random states are counted.
     """
     manifest = read_manifest(path)
-    if manifest is None and engine_state(path):
-        warn_missing_state(path)
-        return
     world_size = dist.get_world_size()
     if manifest is None and dist.get_rank() != 0:
         return  # only rank 0, which prints, lists the folder

@@ -19,8 +19,8 @@ from hf_fsdp_plugin.devices import get_device
 from hf_fsdp_plugin.hangs.watch_files import RankFiles
 from hf_fsdp_plugin.launcher.flags import LaunchArguments
 from hf_fsdp_plugin.launcher.world import World, num_threads
-from hf_fsdp_plugin.rank_variables import LaunchHandover
 from hf_fsdp_plugin.runs.restart_policy import Restarts
+from hf_fsdp_plugin.sources.handover import LaunchHandover
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.rules import mesh_variables
 

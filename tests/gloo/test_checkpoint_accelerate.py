@@ -20,13 +20,13 @@ from safetensors.torch import load_file
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin import host_memory
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
-from hf_fsdp_plugin.checkpoint.checking.verify import verify
 from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.state import parts_of
 from hf_fsdp_plugin.tools.plan.estimate.memory.peak import estimate_memory
 from hf_fsdp_plugin.tools.plan.estimate.types import Workload
+from hf_fsdp_plugin.tools.verify.verification import verify
 from tests.support.checkpoint_accelerate_runs import Loop, trained_loop
 from tests.support.ranks import Ranks, on_accelerator
 from tests.support.tiny import parallel_config, tiny_llama

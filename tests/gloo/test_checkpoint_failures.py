@@ -22,11 +22,11 @@ from accelerate.utils import ProjectConfiguration
 from transformers import TrainerCallback
 
 from hf_fsdp_plugin.checkpoint.checking.inspection import why_incomplete
-from hf_fsdp_plugin.checkpoint.checking.verify import verify
 from hf_fsdp_plugin.checkpoint.writing.file_parts import PartWriter
 from hf_fsdp_plugin.integrations.accelerate import checkpoints as accelerate_checkpoints
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.transformers import checkpoints as trainer_checkpoints
+from hf_fsdp_plugin.tools.verify.verification import verify
 from scripts.bench.ranks import forked as forked_ranks
 from tests.support.checkpoint_accelerate_runs import trained_loop
 from tests.support.matrices import slow

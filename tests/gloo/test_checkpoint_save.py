@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from transformers import AutoModelForCausalLM
 
-from hf_fsdp_plugin.checkpoint.checking.inspection import summarize
-from hf_fsdp_plugin.checkpoint.checking.verify import verify
 from hf_fsdp_plugin.checkpoint.folders import remove_checkpoint
 from hf_fsdp_plugin.integrations.saving import manager
+from hf_fsdp_plugin.tools.inspect.summary import summarize
+from hf_fsdp_plugin.tools.verify.verification import verify
 from tests.support.matrices import alternating
 from tests.support.ranks import Ranks
 from tests.support.trainer_runs import gathered, losses, make_trainer

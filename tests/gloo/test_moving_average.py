@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.checkpoint.checking.verify import verify
+from hf_fsdp_plugin.tools.verify.verification import verify
 from tests.support.matrices import slow
 from tests.support.ranks import Ranks
 from tests.support.tiny import parallel_config, tiny_llama

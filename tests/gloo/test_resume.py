@@ -20,12 +20,12 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback, get_scheduler
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.checkpoint.checking.verify import verify
 from hf_fsdp_plugin.hangs.calls import record
 from hf_fsdp_plugin.integrations.session import current_run
 from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts
+from hf_fsdp_plugin.tools.verify.verification import verify
 from tests.support.matrices import slow
 from tests.support.ranks import Ranks
 from tests.support.resume_runs import NUM_STEPS, StopAt, train

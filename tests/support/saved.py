@@ -11,11 +11,11 @@ from unittest import mock
 import numpy
 from safetensors.numpy import save_file
 
-from hf_fsdp_plugin.checkpoint.checking.verify import Verdict, verify
 from hf_fsdp_plugin.checkpoint.formats import manifest as manifests
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord, Manifest, record_file
 from hf_fsdp_plugin.checkpoint.io import hash_file
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
+from hf_fsdp_plugin.tools.verify.verification import Verdict, verify
 
 Places = Mapping[str, list[tuple[int, int, str]]]
 """File -> start, stop and name of the tensors in it."""

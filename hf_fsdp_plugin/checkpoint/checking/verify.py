@@ -1,7 +1,4 @@
-"""Compares the bytes of a checkpoint with the hashes of its manifest: all of them, or those that a resume reads.
-
-A manifest has a hash for every byte of every file. Stock checkpoints have none: their structure and the CRC-32
-checksums of ``torch.save``'s archives are checked, and the number of bytes without a checksum is reported.
+"""Compares bytes of a checkpoint with the hashes of its manifest, or with the checksums of ``torch.save``'s archives.
 
 A rank that resumes reads parts of some files. It reads and compares the blocks of the manifest that contain these
 parts, and no others.
@@ -11,27 +8,21 @@ from __future__ import annotations
 
 import functools
 import os
-import re
-import sys
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 from hf_fsdp_plugin.checkpoint.checking import inspection
-from hf_fsdp_plugin.checkpoint.checking.against_model import ConfigCheck, config_problems, manifest_problems
 from hf_fsdp_plugin.checkpoint.errors import problem
 from hf_fsdp_plugin.checkpoint.formats.boxes import dtype_size, element_span
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, Manifest, read_manifest
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import (
-    MAX_PROBLEMS,
     PieceTable,
     StoredModel,
     StoredOptimizer,
@@ -39,8 +30,8 @@ from hf_fsdp_plugin.checkpoint.formats.stored_tensors import (
 )
 from hf_fsdp_plugin.checkpoint.formats.torch_files import crc_file
 from hf_fsdp_plugin.checkpoint.io import InputFiles, hash_bytes, hash_file
-from hf_fsdp_plugin.checkpoint.names import BLOCK_FILE, MANIFEST_NAME, OPTIMIZER
-from hf_fsdp_plugin.problems import CheckpointError, Problem, has_errors
+from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
+from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.text import format_names
 
 Progress = Callable[[str, int, int], None]
@@ -166,7 +157,7 @@ class VerifiedFiles(InputFiles):
         if file not in self._blocks:
             path = (self._below / file).as_posix()
             if path not in self._records:
-                raise CheckpointError([_unlisted_problem(self._folder / path)])
+                raise CheckpointError([unlisted_problem(self._folder / path)])
             self._blocks[file] = self._records[path].ranges
         return self._blocks[file]
 
@@ -211,13 +202,13 @@ class VerifiedFiles(InputFiles):
             raise CheckpointError([damage_problem(path, [block], len(self.blocks_of(file)), [block.name])])
 
 
-def _unlisted_problem(path: Path) -> Problem:
+def unlisted_problem(path: Path) -> Problem:
     message = f"is not listed in {MANIFEST_NAME}, so its bytes cannot be verified."
     fix = f"Restore the checkpoint's own files. If you replaced them on purpose, delete {MANIFEST_NAME}."
     return problem("FSDP-E459", path, message, fix)
 
 
-def _damaged_ranges(
+def damaged_ranges(
     files: Mapping[Path, Sequence[FileRange]], digest: Callable[[Path, int, int], str], progress: Progress
 ) -> tuple[dict[Path, list[FileRange]], list[Problem]]:
     """Return the ranges of each file whose checksum differs, and a problem for each file that cannot be read."""
@@ -261,7 +252,7 @@ def crc_problems(
     for path in files:
         entries = inspection.archive_entries(path, problems, REPLACE_FILE, partial(names_between, path, 0))
         ranges[path] = [FileRange(start=each.start, stop=each.stop, hash=str(each.crc)) for each in entries if each.crc]
-    damaged, unreadable = _damaged_ranges(ranges, lambda *place: str(crc_file(*place)), progress)
+    damaged, unreadable = damaged_ranges(ranges, lambda *place: str(crc_file(*place)), progress)
     for path, found in damaged.items():
         names = [name for item in found for name in names_between(path, item.start, item.stop)]
         problems.append(damage_problem(path, found, len(ranges[path]), names))
@@ -279,149 +270,3 @@ def _tensor_offsets(folder: Path) -> dict[Path, list[tuple[int, str]]]:
                 for piece in tensor.pieces:
                     found.setdefault(folder / piece.file, []).append((piece.offset, label))
     return {path: sorted(offsets) for path, offsets in found.items()}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
-    """The result of a verification.
-
-    Attributes:
-        checkpoint: path of the checkpoint.
-        problems: damage as errors; what could not be checked as notes.
-        num_files, num_bytes: the number of files that were checked, and their size in bytes.
-        num_checked_bytes: the number of bytes that were compared with a checksum.
-    """
-
-    checkpoint: Path
-    problems: tuple[Problem, ...]
-    num_files: int
-    num_bytes: int
-    num_checked_bytes: int
-
-    @property
-    def ok(self) -> bool:
-        return not has_errors(self.problems)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "ok": self.ok,
-            "checkpoint": str(self.checkpoint),
-            "problems": [problem.to_json() for problem in self.problems],
-            "files": self.num_files,
-            "bytes": self.num_bytes,
-            "bytes_with_checksum": self.num_checked_bytes,
-        }
-
-
-def verify(checkpoint: Path, *, config_check: bool = True, progress: Progress = lambda *_: None) -> Verdict:
-    """Verify the checkpoint ``checkpoint``, or the checkpoint that contains this folder.
-
-    Args:
-        config_check: compare names and shapes with the model of ``config.json``. A process that has not imported torch
-            leaves that to a child process, which runs beside the hashing.
-        progress: called while bytes are read.
-    """
-    folder = inspection.checkpoint_of(checkpoint)
-    is_beside = config_check and "torch" not in sys.modules and (folder / "config.json").is_file()
-    with ConfigCheck(folder, 0, folder) if is_beside else nullcontext() as beside:
-
-        def compare_with_config(model: StoredModel) -> list[Problem]:
-            if not config_check:
-                return []
-            return config_problems(model, folder) if beside is None else beside.problems()
-
-        return _verify(folder, compare_with_config, progress)
-
-
-def _verify(folder: Path, compare_with_config: Callable[[StoredModel], list[Problem]], progress: Progress) -> Verdict:
-    manifest: Manifest | None = None
-    problems: list[Problem] = []
-    try:
-        manifest = read_manifest(folder)
-    except CheckpointError as error:
-        problems += error.problems
-    if manifest is not None:
-        sizes = [record.size for record in manifest.files]
-        num_checked = sum(sizes)
-        problems += inspection.file_problems(folder, manifest)
-        problems += _byte_problems(folder, manifest, progress)
-        problems += _extra_files(folder, manifest)
-    else:
-        files = sorted(inspection.own_files(folder))
-        sizes = [inspection.regular_size(path) or 0 for path in files]
-        problems += inspection.structure_problems(folder)
-        num_checked, damaged = crc_problems(folder, files, progress)
-        problems += damaged
-    is_reported = manifest is None or has_errors(problems)  # damage that makes the contents unreadable
-    problems += _contents_problems(folder, manifest, compare_with_config, is_reported=is_reported)
-    if num_checked < sum(sizes) and not has_errors(problems):
-        message = f"has no {MANIFEST_NAME}; only {num_checked:,} of {sum(sizes):,} bytes have a checksum"
-        problems.append(problem("FSDP-N474", folder, f"{message} and were verified."))
-    return Verdict(
-        checkpoint=folder,
-        problems=tuple(problems),
-        num_files=len(sizes),
-        num_bytes=sum(sizes),
-        num_checked_bytes=num_checked,
-    )
-
-
-def _byte_problems(folder: Path, manifest: Manifest, progress: Progress) -> list[Problem]:
-    """Return a problem for every file whose bytes differ from the saved ones."""
-    files: dict[Path, list[FileRange]] = {}
-    try:
-        for record in manifest.files:
-            path = folder / record.path
-            if (size := inspection.regular_size(path)) is not None:
-                files[path] = [piece for piece in record.ranges if piece.stop <= size]
-    except CheckpointError as error:  # the hashes are damaged
-        return list(error.problems)
-    damaged, problems = _damaged_ranges(files, hash_file, progress)
-    for path, found in damaged.items():
-        problems.append(damage_problem(path, found, len(files[path]), [piece.name for piece in found]))
-    return problems
-
-
-def _extra_files(folder: Path, manifest: Manifest) -> list[Problem]:
-    """Return a note about files that are not in the manifest, and folders that contain no file of the manifest."""
-    known = {Path(record.path) for record in manifest.files} | {Path(MANIFEST_NAME), Path(BLOCK_FILE)}
-    folders = {parent for path in known for parent in path.parents}
-    extra = []
-    for place, inner, files in os.walk(folder):
-        here = Path(place).relative_to(folder)
-        extra += [here / name for name in files if here / name not in known]
-        extra += [here / name for name in inner if here / name not in folders]
-        inner[:] = [name for name in inner if here / name in folders]
-    if not extra:
-        return []
-    names = format_names(sorted(path.as_posix() for path in extra), 3)
-    message = f"contains files that are not in the manifest and were not verified: {names}."
-    return [problem("FSDP-N473", folder, message)]
-
-
-def _contents_problems(
-    folder: Path,
-    manifest: Manifest | None,
-    compare_with_config: Callable[[StoredModel], list[Problem]],
-    *,
-    is_reported: bool,
-) -> list[Problem]:
-    """Compare stored names, shapes and dtypes with the manifest and with the model of the config."""
-    try:
-        model, optimizer = read_stored_model(folder), read_stored_optimizer(folder)
-        for path in folder.iterdir():
-            if match := re.fullmatch(rf"{OPTIMIZER}_([1-9]\d*)(\.bin)?", path.name):
-                read_stored_optimizer(folder, int(match[1]))  # raises if it is incomplete
-    except CheckpointError as error:
-        return [] if is_reported else list(error.problems)
-    problems: list[Problem] = []
-    if manifest is not None:
-        listed = {record.path for record in manifest.files}
-        read = [stored.root / file for stored in (model, optimizer) if stored is not None for file in stored.files]
-        unlisted = [path for path in read if path.relative_to(folder).as_posix() not in listed]
-        problems += [_unlisted_problem(path) for path in unlisted[:MAX_PROBLEMS]]  # a resume refuses them
-        problems += manifest_problems(model, optimizer, manifest)
-    try:
-        return problems + compare_with_config(model)
-    except CheckpointError as error:  # nothing is known
-        return problems + list(error.problems)

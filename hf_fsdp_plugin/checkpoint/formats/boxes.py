@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -157,8 +158,9 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 def is_within(box: Box, shape: Sequence[int]) -> bool:
     """Whether the box is inside a tensor of this shape."""
-    ends = [offset + size for offset, size in zip(box.offsets, box.sizes, strict=True)]
-    return len(ends) == len(shape) and all(end <= size for end, size in zip(ends, shape, strict=True))
+    if not len(box.offsets) == len(box.sizes) == len(shape):
+        return False
+    return all(map(operator.le, map(operator.add, box.offsets, box.sizes), shape))
 
 
 def relative_slices(inner: Box, outer: Box) -> tuple[slice, ...]:

@@ -18,7 +18,7 @@ from hf_fsdp_plugin.checkpoint.formats import pickles, stored_tensors
 from hf_fsdp_plugin.checkpoint.formats.boxes import SIZES, Box, count_uncovered, element_span, intersect, is_within
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import PieceTable, StoredPiece, StoredState, StoredTensor
 from hf_fsdp_plugin.checkpoint.formats.torch_files import TensorZips
-from hf_fsdp_plugin.checkpoint.io import InputFiles, read_file
+from hf_fsdp_plugin.checkpoint.io import InputFiles, read_file, without_collection
 from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, DCP_SUFFIX, FSDP_MODEL, OPTIMIZER, numbered_name
 
 MAX_EAGER = 5_000
@@ -61,6 +61,7 @@ def _prefix(root: Path, folder: Path) -> str:
     return "" if folder == root else f"{folder.relative_to(root).as_posix()}/"
 
 
+@without_collection()
 def _read_metadata(root: Path, folder: Path) -> StoredState:
     place = folder / DCP_METADATA
     metadata = pickles.read_pickle(read_file(place), place)
@@ -144,8 +145,9 @@ def _archive_place(value: Any) -> ArchivePlace:
 
 def _numbers(values: Any) -> tuple[int, ...]:
     numbers = tuple(values)
-    if not all(type(number) is int and number >= 0 for number in numbers):
-        raise ValueError(f"{reprlib.repr(numbers)} are not sizes")
+    for number in numbers:
+        if type(number) is not int or number < 0:
+            raise ValueError(f"{reprlib.repr(numbers)} are not sizes")
     return numbers
 
 

@@ -13,7 +13,7 @@ from typing import Final
 
 from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.errors import refuse
-from hf_fsdp_plugin.checkpoint.formats import dcp, deepspeed, hf_shards, safetensors, torch_files
+from hf_fsdp_plugin.checkpoint.formats import dcp, hf_shards, safetensors, torch_files
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, StoredOptimizer, StoredState
 from hf_fsdp_plugin.checkpoint.io import object_in
 from hf_fsdp_plugin.spec.fsdp_spec import StateDictKind
@@ -53,11 +53,26 @@ _HF = file_names.safetensors_file(f"{file_names.HF_MODEL}{{suffix}}")
 _BIN = f"{file_names.HF_MODEL_BIN}{{suffix}}.bin"
 _ADAPTER = file_names.safetensors_file(file_names.ADAPTER)
 _RANK_FILES = f"{_FSDP}_{{number}}_rank*.bin", f"{_FSDP}{{suffix}}_rank*.bin"
-_DEEPSPEED = f"*/{deepspeed.MODEL_FILES}", deepspeed.MODEL_FILES
+DEEPSPEED_FILES: Final = "*mp_rank_00_model_states.pt"
+"""The files of DeepSpeed with a model, in the folder of a tag."""
+_DEEPSPEED = f"*/{DEEPSPEED_FILES}", DEEPSPEED_FILES
+
+
+def refuse_deepspeed(checkpoint: Path, *_: object) -> None:
+    """Raise a ``CheckpointError`` with the command that converts it, if a folder is a checkpoint of DeepSpeed."""
+    if (checkpoint / file_names.MANIFEST_NAME).is_file():  # this package has written another one into the folder
+        return
+    if any(True for pattern in _DEEPSPEED for _ in checkpoint.glob(pattern)):
+        here = checkpoint.absolute()
+        converted = here.with_name(f"{here.name}-fsdp")
+        fix = f"Convert it with `hf-fsdp convert {here} --out {converted}`, and use {converted}."
+        refuse("FSDP-E417", checkpoint, "is a checkpoint of DeepSpeed, which has to be converted first.", fix)
+
+
 FORMATS: Final = (
     CheckpointFormat("dcp", "sharded", dcp.read_state, (f"{_FSDP}_{{number}}/{file_names.DCP_METADATA}",)),
     # before the 16-bit weights that the Trainer writes beside DeepSpeed's files
-    CheckpointFormat("deepspeed", "sharded", deepspeed.read_state, _DEEPSPEED),
+    CheckpointFormat("deepspeed", "sharded", refuse_deepspeed, _DEEPSPEED),
     CheckpointFormat("full", "full", safetensors.read_model, _with_index(_HF)),
     CheckpointFormat("bin", "full", torch_files.read_bin, (f"{_FSDP}{{suffix}}.bin", *_with_index(_BIN))),
     CheckpointFormat("per_rank", "sharded", torch_files.read_per_rank, _RANK_FILES),

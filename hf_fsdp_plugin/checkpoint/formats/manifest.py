@@ -134,7 +134,7 @@ class Manifest:
 
     Attributes:
         kind: ``sharded``, ``full`` or ``local``.
-        backend: ``fsdp1`` or ``fsdp2``.
+        backend: ``fsdp1`` or ``fsdp2``; ``deepspeed`` if `hf-fsdp convert` wrote the checkpoint.
         world_size: number of ranks that wrote the checkpoint.
         mesh: axis -> size.
         strategy: the sharding strategy, by its canonical name.

@@ -21,7 +21,7 @@ from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from hf_fsdp_plugin.checkpoint.errors import refuse
 from hf_fsdp_plugin.checkpoint.formats.boxes import SIZES
@@ -53,9 +53,11 @@ class Kept:
         def __getattr__(self, name: str) -> Any: ...
 
     def __setstate__(self, state: Any) -> None:
-        # Classes with slots have two dicts, of which the first is often None.
-        for attributes in state if isinstance(state, tuple) else (state,):
-            self.__dict__.update(attributes or {})
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+        else:  # classes with slots have two dicts, of which the first is often None
+            for attributes in state if isinstance(state, tuple) else (state,):
+                self.__dict__.update(attributes or {})
 
 
 class Properties(Kept):
@@ -266,12 +268,28 @@ class _Reader(pickle._Unpickler):
 
     if TYPE_CHECKING:
         stack: list[Any]
+        metastack: list[list[Any]]
         append: Callable[[Any], None]
         pop_mark: Callable[[], list[Any]]
 
-    def __init__(self, file: BinaryIO, num_bytes: int, *, scan: bool = False) -> None:
+    def __init__(self, file: io.BytesIO, num_bytes: int, *, scan: bool = False) -> None:
         super().__init__(file)
+        self._file = file
         self._steps_left, self._scan = _FREE_STEPS + _STEPS_PER_BYTE * num_bytes, scan
+
+    def load(self) -> Any:
+        """Return the pickled object. Reads from the file without the buffer for frames, which takes a third longer."""
+        read = self.read = self._file.read
+        self.readline, self.readinto = self._file.readline, self._file.readinto
+        self.metastack, self.stack, self.proto = [], [], 0
+        self.append = self.stack.append
+        dispatch = self.dispatch
+        try:
+            while code := read(1):
+                dispatch[code[0]](self)
+        except pickle._Stop as end:  # type: ignore[attr-defined]
+            return end.value
+        raise EOFError("the pickle has no end")
 
     def find_class(self, module: str, name: str) -> Any:
         if self._scan:
@@ -350,14 +368,20 @@ class _Reader(pickle._Unpickler):
 
     def _set_attributes(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]
-        parts = state if isinstance(state, tuple) else (state,)
-        self._count(sum(len(part) for part in parts if isinstance(part, dict)))
+        if isinstance(state, dict):
+            self._count(len(state))
+        elif isinstance(state, tuple):
+            self._count(sum(len(part) for part in state if isinstance(part, dict)))
         if self._scan:
             return
         if isinstance(target, Kept):
             target.__setstate__(state)
         elif not isinstance(target, dict):  # a state dict's own attributes are skipped
             raise pickle.UnpicklingError(f"attributes of a {type(target).__name__}")
+
+    def _skip_frame(self) -> None:
+        """Skip the size of a frame: the instructions in it follow."""
+        self.read(8)
 
     def _refuse(self) -> None:
         raise pickle.UnpicklingError("an instruction that torch does not write")
@@ -374,6 +398,7 @@ class _Reader(pickle._Unpickler):
         pickle.REDUCE[0]: _call,
         pickle.NEWOBJ[0]: _call,
         pickle.BUILD[0]: _set_attributes,
+        pickle.FRAME[0]: _skip_frame,
         **dict.fromkeys(
             (pickle.INST[0], pickle.OBJ[0], pickle.NEWOBJ_EX[0], pickle.EXT1[0], pickle.EXT2[0], pickle.EXT4[0]),
             _refuse,
@@ -397,10 +422,10 @@ def _num_visits(value: Any, limit: int, kinds: tuple[type[Any], ...]) -> int | N
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return chain(value.keys(), value.values())
     if isinstance(value, Kept):
         return value.__dict__.values()
+    if isinstance(value, dict):
+        return chain(value.keys(), value.values())
     return value if isinstance(value, _CONTAINERS) else ()
 
 

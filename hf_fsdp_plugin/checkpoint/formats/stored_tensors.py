@@ -63,17 +63,17 @@ class PieceTable(Sequence[StoredPiece]):
     def load(self) -> tuple[StoredPiece, ...]:
         """Return all pieces, without replicas."""
 
+    @abstractmethod
     def uncovered(self, shape: Sequence[int]) -> int:
         """Return the number of elements of the tensor that are in no piece. Checks the files of all pieces."""
-        return boxes.count_uncovered(shape, [piece.box for piece in self.load()])
 
+    @abstractmethod
     def files(self) -> set[str]:
         """Return the files of the pieces, and possibly those of replicas."""
-        return {piece.file for piece in self.load()}
 
+    @abstractmethod
     def key(self) -> Hashable:
         """Return a key that is equal for two tables whose pieces are the same bytes of the same files."""
-        return frozenset(self.load())
 
     def __len__(self) -> int:
         return len(self.load())
@@ -146,7 +146,7 @@ class StoredModel:
 
     Attributes:
         root: the folder that the files of the pieces are relative to.
-        format: name of the format: ``dcp``, ``deepspeed``, ``full``, ``bin``, ``per_rank`` or ``hf_shards``.
+        format: name of the format: ``dcp``, ``full``, ``bin``, ``per_rank`` or ``hf_shards``.
         tensors: name -> tensor.
         files: every file that the reader opened, as in :class:`StoredPiece`.
         objects: name -> value, of the entries that are not tensors.

@@ -19,8 +19,7 @@ from hf_fsdp_plugin.checkpoint.checking.inspection import checkpoint_of
 from hf_fsdp_plugin.checkpoint.checking.verify import Progress, VerifiedFiles, check_headers
 from hf_fsdp_plugin.checkpoint.errors import problem, raise_if_any
 from hf_fsdp_plugin.checkpoint.folders import restore_replaced
-from hf_fsdp_plugin.checkpoint.formats.deepspeed import LATEST
-from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, stored_state_dict_type
+from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, refuse_deepspeed, stored_state_dict_type
 from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest
 from hf_fsdp_plugin.checkpoint.formats.safetensors import index_text
 from hf_fsdp_plugin.checkpoint.io import InputFiles, hash_bytes, write_atomically
@@ -115,6 +114,7 @@ def merge(checkpoint: Path, out: Path, options: MergeOptions, progress: Progress
     """
     out = Path(os.path.realpath(out))  # the target of a symbolic link is replaced, not the link
     restore_replaced(out)
+    refuse_deepspeed(checkpoint)
     output.check_places(checkpoint, out, force=options.force)
     job = _Job(checkpoint, out, options, progress or (lambda *_: None))
     output.check_space(out, job.plan.num_bytes)
@@ -219,8 +219,6 @@ class _Job:
             reason = "there is no model to compare its names and shapes with"
         elif self.model.objects:
             reason = "it contains entries that were not written"
-        elif self.model.format == "deepspeed":
-            reason = "its files contain the state of the optimizer, too"
         if reason:
             fix = "Delete the checkpoint manually if you do not need it."
             self._report("FSDP-E487", f"was not deleted, because {reason}.", fix)
@@ -292,7 +290,7 @@ def with_whole_weights(folder: Path) -> Path:
     if not folder.is_dir() or stored_state_dict_type(folder) not in ("sharded", "local"):
         return folder
     model = folder / file_names.numbered_name(file_names.FSDP_MODEL, 0)
-    places = model, model / file_names.DCP_METADATA, *(folder / name for name in LATEST)
+    places = model, model / file_names.DCP_METADATA
     times = [path.stat().st_mtime_ns for path in places if path.exists()]
     state = hash_bytes(repr(times).encode())[:12]  # other weights get another copy
     copy = file_names.hidden_path(folder, f"{file_names.MERGED}{state}")

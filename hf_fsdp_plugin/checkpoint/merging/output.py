@@ -242,8 +242,12 @@ class MergeStaging:
             shutil.rmtree(replaced)
 
 
-def check_places(checkpoint: Path, out: Path, *, force: bool) -> None:
-    """Raise ``CheckpointError`` if the checkpoint is incomplete, or if the output would overwrite anything."""
+def check_places(checkpoint: Path, out: Path, *, force: bool, is_complete: bool = False) -> None:
+    """Raise ``CheckpointError`` if the checkpoint is incomplete, or if the output would overwrite anything.
+
+    Args:
+        is_complete: the caller checks whether the checkpoint is complete.
+    """
     problems = []
     here = Path(os.path.realpath(checkpoint))
     if not checkpoint.is_dir():
@@ -262,7 +266,8 @@ def check_places(checkpoint: Path, out: Path, *, force: bool) -> None:
     if replaced_path(out).exists():
         message = "is the previous output folder, which an interrupted merge has renamed."
         problems.append(problem("FSDP-E482", replaced_path(out), message, "Compare both folders, and delete this one."))
-    incomplete = why_incomplete(checkpoint_of(checkpoint)) if checkpoint.is_dir() else None
+    is_known = is_complete or not checkpoint.is_dir()
+    incomplete = None if is_known else why_incomplete(checkpoint_of(checkpoint))
     if incomplete is not None:
         message = f"is not a complete checkpoint: {incomplete}"
         problems.append(problem("FSDP-E483", checkpoint, message, "Merge another checkpoint."))

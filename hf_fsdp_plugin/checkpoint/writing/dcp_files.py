@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.serialization import skip_data
@@ -88,9 +87,13 @@ class StateFiles:
 
 
 def rank_file(
-    folder: str, tensors: Sequence[tuple[StatePath, LocalShard]], values: Mapping[StatePath, Any], aliases: TiedPaths
+    folder: str,
+    tensors: Sequence[tuple[StatePath, LocalShard]],
+    values: Mapping[StatePath, Any],
+    aliases: TiedPaths,
+    rank: int,
 ) -> StateFiles:
-    """Return this rank's file in ``folder``, and its entries. Each tensor is in the file of one of its replicas.
+    """Return the file of a rank in ``folder``, and its entries. Each tensor is in the file of one of its replicas.
 
     Scalars and objects are in no rank's file: rank 0 writes them when it commits.
     """
@@ -99,7 +102,7 @@ def rank_file(
         buffer = io.BytesIO()
         torch.save(value, buffer)
         smalls.append(SmallEntry(path, buffer.getvalue()))
-    file = dcp_file(dist.get_rank())
+    file = dcp_file(rank)
     paths = {shard.name: path for path, shard in tensors}
     items: list[Item] = []
     entries: list[WrittenTensor] = []

@@ -138,7 +138,10 @@ class CheckpointManager:
             save.start(contents, after)  # in a thread: write the copies, then the steps of finish
 
     def open_save(self, folder: Path) -> Save | None:
-        """Return the save whose block is running, if ``folder`` is its folder. Not collective."""
+        """Return the save whose block is running, if ``folder`` is its folder. Not collective.
+
+        Only for the methods of other libraries, which pass on the folder that they were called with.
+        """
         save = self._open
         return save if save is not None and folder.exists() and folder.samefile(save.folder) else None
 
@@ -166,40 +169,39 @@ class CheckpointManager:
     def save_model(
         self,
         model: nn.Module,
-        folder: Path,
+        into: Save | Path,
         kind: StateDictKind,
         index: int = 0,
         *,
         adapter_only: bool = False,
         max_shard_size: int = state_files.MAX_SHARD_SIZE,
     ) -> None:
-        """Write a model's state to ``folder`` as a part of its open save, or immediately if there is none."""
+        """Write a model's state as a part of an open save, or immediately to a folder."""
         self._check_model(model)
         send_buffers(model)  # a resumed run has rank 0's buffers on all ranks, and so has the run that continues
         with on_all_ranks("reading the layout of the model"):
             shards = model_shards(model, only_trained=adapter_only)
             files = state_files.model_files(shards, kind, index, max_shard_size=max_shard_size)
-        self._write(folder, files)
-        if (save := self.open_save(folder)) is not None:
-            save.models.add(index)
-            self.saved_asynchronously[model] = save.asynchronous
+        self._write(into, files)
+        if isinstance(into, Save):
+            into.models.add(index)
+            self.saved_asynchronously[model] = into.asynchronous
 
     def save_optimizer(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, kind: StateDictKind, index: int = 0
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, into: Save | Path, kind: StateDictKind, index: int = 0
     ) -> None:
-        """Write an optimizer's state, keyed by parameter names, to ``folder`` in the same way as :meth:`save_model`."""
+        """Write an optimizer's state, keyed by parameter names, in the same way as :meth:`save_model`."""
         with on_all_ranks("reading the layout of the optimizer"):
             files = state_files.optimizer_files(optimizer_shards(model, optimizer), index)
-        self._write(folder, files)
-        save = self.open_save(folder)
+        self._write(into, files)
         for owner in model.values() if isinstance(model, JointModels) else (model,):
             self.saved_kinds.setdefault(owner, set()).add(kind)
-            if save is not None:
-                self.saved_asynchronously[owner] = save.asynchronous
+            if isinstance(into, Save):
+                self.saved_asynchronously[owner] = into.asynchronous
 
-    def save_tensors(self, shards: ModelShards, folder: Path, stem: str) -> None:
+    def save_tensors(self, shards: ModelShards, into: Save | Path, stem: str) -> None:
         """Write other tensors of a model to safetensors files ``STEM`` in the same way as :meth:`save_model`."""
-        self._write(folder, state_files.whole_files(shards, stem))
+        self._write(into, state_files.whole_files(shards, stem))
 
     def prepare_buffers(
         self, models: Iterable[nn.Module], pairs: Iterable[tuple[nn.Module, torch.optim.Optimizer]], kind: StateDictKind
@@ -237,9 +239,9 @@ class CheckpointManager:
             print_once(Problem(code="FSDP-W284", message=message, fix=f"{fix}fsdp_async_save: false."))
         return missing <= available
 
-    def _write(self, folder: Path, files: StateFiles) -> None:
-        if (save := self.open_save(folder)) is not None:
-            save.write(files)
+    def _write(self, folder: Save | Path, files: StateFiles) -> None:
+        if isinstance(folder, Save):
+            folder.write(files)
             return
         with on_all_ranks(f"writing {folder}"):
             folder.mkdir(parents=True, exist_ok=True)

@@ -134,12 +134,8 @@ class StagingFolder:
     def write_record(self, rank: int, record: RankRecord) -> None:
         """Write the record of a rank, with the files that only this rank has written for the Trainer or Accelerate."""
         own = [name for name in (trainer_rng_file(rank), accelerate_rng_file(rank)) if (self.folder / name).is_file()]
-        record = replace(record, files=(*record.files, *(self._synced(name) for name in own)))
+        record = replace(record, files=(*record.files, *(_synced(self.folder, name) for name in own)))
         write_atomically(self._record_path(rank), record.to_text())
-
-    def _synced(self, relative: str) -> manifests.FileRecord:
-        sync(self.folder / relative)
-        return manifests.record_file(self.folder, relative)
 
     def _record_path(self, rank: int) -> Path:
         return self._records / f"rank{rank}.record"
@@ -175,31 +171,44 @@ class StagingFolder:
         Args:
             manifest: the manifest, complete except for ``files``.
         """
-        # 1. The files that need the entries of all ranks.
-        written = [file for record in ranks for file in record.files]
-        written += complete_folders(self.folder, [record.entries for record in ranks])
-        parts_of: dict[str, list[manifests.FileRecord]] = {}  # of a file, several ranks may have written parts
-        for file in written:
-            parts_of.setdefault(file.path, []).append(file)
-        records = {
-            path: replace(parts[0], ranges=sorted((each for part in parts for each in part.ranges), key=_position))
-            for path, parts in parts_of.items()
-        }
-        # 2. Files that others have written, such as the state of the Trainer: sync and hash them.
-        for name in (manifests.MANIFEST_NAME, manifests.BLOCK_FILE):  # of a model that was saved to this folder
-            (self.folder / name).unlink(missing_ok=True)
-        for path in sorted(self.folder.rglob("*")):
-            relative = path.relative_to(self.folder).as_posix()
-            if relative not in records and path.is_file():
-                records[relative] = self._synced(relative)
-        # 3. The manifest names all of them. Then the names in the folders are synced.
-        manifest = replace(manifest, files=tuple(records[path] for path in sorted(records)))
-        manifests.write_manifest(self.folder, manifest)
-        for inner in (self.folder, *(path for path in self.folder.rglob("*") if path.is_dir())):
-            sync(inner)
-        # 4. Rename the folder; one that is there is renamed before, and deleted afterwards.
+        complete_checkpoint(self.folder, ranks, manifest)
+        # Rename the folder; one that is there is renamed before, and deleted afterwards.
         if self._into:
             folders.move_files(self.folder, self.final)
         elif (replaced := folders.put_in_place(self.folder, self.final)) is not None:
             folders.remove_replaced(replaced, self.final)
         self.discard()
+
+
+def complete_checkpoint(folder: Path, ranks: Sequence[RankRecord], manifest: manifests.Manifest) -> None:
+    """Write the files of a checkpoint that need the records of all ranks, and sync everything.
+
+    Args:
+        manifest: the manifest, complete except for ``files``.
+    """
+    # 1. The files that need the entries of all ranks.
+    written = [file for record in ranks for file in record.files]
+    written += complete_folders(folder, [record.entries for record in ranks])
+    parts_of: dict[str, list[manifests.FileRecord]] = {}  # of a file, several ranks may have written parts
+    for file in written:
+        parts_of.setdefault(file.path, []).append(file)
+    records = {
+        path: replace(parts[0], ranges=sorted((each for part in parts for each in part.ranges), key=_position))
+        for path, parts in parts_of.items()
+    }
+    # 2. Files that others have written, such as the state of the Trainer: sync and hash them.
+    for name in (manifests.MANIFEST_NAME, manifests.BLOCK_FILE):  # of a model that was saved to this folder
+        (folder / name).unlink(missing_ok=True)
+    for path in sorted(folder.rglob("*")):
+        relative = path.relative_to(folder).as_posix()
+        if relative not in records and path.is_file():
+            records[relative] = _synced(folder, relative)
+    # 3. The manifest names all of them. Then the names in the folders are synced.
+    manifests.write_manifest(folder, replace(manifest, files=tuple(records[path] for path in sorted(records))))
+    for inner in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
+        sync(inner)
+
+
+def _synced(folder: Path, relative: str) -> manifests.FileRecord:
+    sync(folder / relative)
+    return manifests.record_file(folder, relative)

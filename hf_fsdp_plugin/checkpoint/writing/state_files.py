@@ -84,13 +84,19 @@ def model_files(
     if kind == "full":
         stem = file_names.numbered_from_one(file_names.HF_MODEL, index)
         return whole_files(shards, stem, max_shard_size=max_shard_size)
+    return sharded_model_files(shards, index, dist.get_rank())
+
+
+def sharded_model_files(shards: ModelShards, index: int, rank: int) -> StateFiles:
+    """Return the part of a rank of the folder with the shards of model ``index``."""
     tensors = [(("model", shard.name), shard) for shard in shards.tensors]
     aliases = [(("model", alias), ("model", name)) for alias, name in shards.aliases.items()]
-    return rank_file(file_names.numbered_name(file_names.FSDP_MODEL, index), tensors, {}, aliases)
+    return rank_file(file_names.numbered_name(file_names.FSDP_MODEL, index), tensors, {}, aliases, rank)
 
 
-def optimizer_files(shards: OptimizerShards, index: int = 0) -> StateFiles:
-    """Return this rank's part of the files of optimizer ``index``."""
+def optimizer_files(shards: OptimizerShards, index: int = 0, rank: int | None = None) -> StateFiles:
+    """Return the part of a rank of the files of optimizer ``index``; by default, of this rank."""
+    rank = dist.get_rank() if rank is None else rank
     tensors: list[tuple[StatePath, LocalShard]] = []
     values: dict[StatePath, Any] = {}
     for name, state in shards.state.items():
@@ -100,10 +106,10 @@ def optimizer_files(shards: OptimizerShards, index: int = 0) -> StateFiles:
                 tensors.append((path, value))
             else:
                 values[path] = value
-    if dist.get_rank() == 0:  # one entry per hyperparameter, because torch flattens a state dict to its leaves
+    if rank == 0:  # one entry per hyperparameter, because torch flattens a state dict to its leaves
         for number, group in enumerate(shards.groups):
             values |= {("optimizer", "param_groups", number, key): value for key, value in group.items()}
-    return rank_file(file_names.numbered_name(file_names.OPTIMIZER, index), tensors, values, [])
+    return rank_file(file_names.numbered_name(file_names.OPTIMIZER, index), tensors, values, [], rank)
 
 
 _MONOTONIC_ZERO: Final = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=time.monotonic())

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +31,7 @@ from hf_fsdp_plugin.integrations.accelerate.private import (
     prepared_models,
     prepared_schedulers,
     shared_state,
-    without_schedulers,
 )
-from hf_fsdp_plugin.integrations.deepspeed import engine_state, load_schedule
 from hf_fsdp_plugin.integrations.moving_average import load_averages, save_averages
 from hf_fsdp_plugin.integrations.resuming import continue_run, find_checkpoint, run_fact, warn_differences
 from hf_fsdp_plugin.integrations.saving import call_name, exporting, manager
@@ -72,7 +69,7 @@ def save_state(
             original(str(save.folder), *args, **kwargs)
         finally:
             project.automatic_checkpoint_naming = run is not None
-        save_averages(prepared_models(accelerator), save.folder)
+        save_averages(prepared_models(accelerator), save)
         model = next(model for model in prepared_models(accelerator) if plan_of(model) is not None)
         _write_config(model, save.folder)
     return final
@@ -125,13 +122,8 @@ def load_state(original: Callable[..., Any], accelerator: Any, input_dir: Any = 
     # 3. Accelerate loads its parts. Its calls of load_fsdp_model and load_fsdp_optimizer are replaced: they read the
     #    elements of this rank's shards (checkpoint.reading.resharding.load_stored).
     schedulers = [scheduler.scheduler for scheduler in prepared_schedulers(accelerator)]
-    engine = engine_state(path)  # of DeepSpeed, which may have saved the schedule
-    engine = {} if (path / "scheduler.bin").exists() else engine
     with attributes_in_block(outer_calls(), allows_pickles=allow_pickles), schedules_follow_groups(schedulers):
-        with without_schedulers(accelerator) if engine else nullcontext():
-            result = original(str(path), *args, **kwargs)
-        for scheduler in schedulers if engine else ():
-            load_schedule(path, scheduler, engine)
+        result = original(str(path), *args, **kwargs)
     # 4. After a restart with another number of ranks, an optimizer step keeps its samples.
     if saved:
         keep_samples_per_step(accelerator, path, saved)
@@ -170,7 +162,7 @@ def save_model(
         size, final, root = convert_file_size_to_int(max_shard_size), Path(save_directory), place.root
         with exporting(root, final, step=accelerator.step or None) as save:
             _write_config(root, save.folder)
-            manager().save_model(root, save.folder, "full", max_shard_size=size)
+            manager().save_model(root, save, "full", max_shard_size=size)
 
 
 def _if_planned(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -198,7 +190,7 @@ def save_fsdp_model(
     folder, save = Path(output_dir), manager().open_save(Path(output_dir))
     if save is None or model_index not in save.models:  # else the replacement of Trainer.save_model has written it
         adapters = adapter_only and is_peft_model(model)  # the Trainer asks for adapters of any model
-        manager().save_model(model, folder, plugin.state_dict_kind, model_index, adapter_only=adapters)
+        manager().save_model(model, save or folder, plugin.state_dict_kind, model_index, adapter_only=adapters)
 
 
 @_if_planned
@@ -215,7 +207,8 @@ def save_fsdp_optimizer(
     plugin: Any, accelerator: Any, optimizer: Any, model: Any, output_dir: Any, optimizer_index: int = 0
 ) -> None:
     optimizer, owner = _with_owner(accelerator, optimizer, model)
-    manager().save_optimizer(owner, optimizer, Path(output_dir), plugin.state_dict_kind, optimizer_index)
+    into = manager().open_save(Path(output_dir)) or Path(output_dir)
+    manager().save_optimizer(owner, optimizer, into, plugin.state_dict_kind, optimizer_index)
 
 
 @_if_planned

@@ -8,7 +8,6 @@ of it is recognized by its methods. Private functions that are replaced are list
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from torch import nn
 
 from hf_fsdp_plugin.axes import CONTEXT_AXIS
 from hf_fsdp_plugin.contracts import Contract, contracts_of, guard_functions
-from hf_fsdp_plugin.integrations.session import attributes_in_block
 from hf_fsdp_plugin.state import parts_of
 from hf_fsdp_plugin.torch_private.context_parallel import ContextMesh, add_cpu_attention
 
@@ -53,11 +51,6 @@ def prepared_optimizers(accelerator: Any) -> list[Any]:
 
 def prepared_schedulers(accelerator: Any) -> list[Any]:
     return list(accelerator._schedulers)
-
-
-def without_schedulers(accelerator: Any) -> AbstractContextManager[None]:
-    """Let ``load_state`` load no schedulers, because the checkpoint has no files of them."""
-    return attributes_in_block(accelerator, _schedulers=[])
 
 
 def prepared_dataloaders(accelerator: Any) -> list[Any]:

@@ -22,7 +22,6 @@ from hf_fsdp_plugin.backends.ranks.agreement import TRAINING_LIMIT, collective_c
 from hf_fsdp_plugin.backends.sharding.shard import locate_module
 from hf_fsdp_plugin.checkpoint.checking.inspection import numbered_checkpoints
 from hf_fsdp_plugin.checkpoint.checking.trainer_state import check_trainer_checkpoint
-from hf_fsdp_plugin.checkpoint.errors import refuse
 from hf_fsdp_plugin.checkpoint.folders import remove_checkpoint
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, stored_state_dict_type
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
@@ -48,7 +47,6 @@ from hf_fsdp_plugin.integrations import moving_average, peft, resuming
 from hf_fsdp_plugin.integrations.accelerate.checkpoints import load_fsdp_optimizer
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, has_sharded_model, if_planned, if_sharded
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
-from hf_fsdp_plugin.integrations.deepspeed import engine_state, load_schedule
 from hf_fsdp_plugin.integrations.samples import batch_facts, kept_accumulation
 from hf_fsdp_plugin.integrations.saving import gathered, manager, remove_stale_weights
 from hf_fsdp_plugin.integrations.session import attributes_in_block, current_run
@@ -92,7 +90,7 @@ def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, tri
     with manager().saving(final, manifest, asynchronous=asynchronous, linked=is_own, after=rotate) as save:
         with nullcontext() if is_own else private.using_run_folder(trainer, save.staging.root):
             original(model, trial)
-        moving_average.save_averages(prepared_models(trainer.accelerator), save.folder)
+        moving_average.save_averages(prepared_models(trainer.accelerator), save)
         if trainer.state.best_model_checkpoint == str(save.folder):
             trainer.state.best_model_checkpoint = str(final)
             if trainer.args.should_save:
@@ -174,7 +172,7 @@ def save_model(
             writer = "PEFT" if adapters else f"{type(trainer).__name__}._save"
             plugin = trainer.accelerator.state.fsdp_plugin
             plugin.state_dict_reason = f"{writer} writes the whole file, and the shards are written beside it"
-        manager().save_model(trainer.model, save.folder, kind, adapter_only=is_peft_model(trainer.model))
+        manager().save_model(trainer.model, save, kind, adapter_only=is_peft_model(trainer.model))
         return None
     with collective_call(f"save_model of {type(trainer).__name__}"):
         _export(trainer, folder)
@@ -214,7 +212,7 @@ def _export(trainer: Any, folder: Path) -> None:
     with manager().saving(folder, manifest, into=True, after=partial(remove_stale_weights, folder)) as save:
         _write_companions(trainer, save.folder)
         if not adapters:
-            manager().save_model(model, save.folder, "full")
+            manager().save_model(model, save, "full")
 
 
 def _write_companions(trainer: Any, folder: Path) -> None:
@@ -321,21 +319,9 @@ def checkpoint_to_resume(trainer: Any, resume: Any) -> Any:
 
 
 def _check_contents(trainer: Any, checkpoint: Path) -> None:
-    """Check that a checkpoint has what the Trainer continues with, of which it skips what is missing. Collective.
-
-    A checkpoint of DeepSpeed has optimizer and schedule in files of its own.
-    """
-    engine, fields = engine_state(checkpoint), {field.name for field in dataclasses.fields(TrainerState)}
-
-    def check() -> Problem | None:
-        if not engine:
-            return check_trainer_checkpoint(checkpoint, fields, model_only=trainer.args.save_only_model)
-        if not (checkpoint / TRAINER_STATE).is_file():
-            message = f"has no {TRAINER_STATE} with the step and the position in the data."
-            fix = "Give the folder checkpoint-N of a Trainer, or train the weights that `hf-fsdp merge` writes."
-            refuse("FSDP-E417", checkpoint, message, fix)
-        return None
-
+    """Check that a checkpoint has what the Trainer continues with, of which it skips what is missing. Collective."""
+    fields = {field.name for field in dataclasses.fields(TrainerState)}
+    check = partial(check_trainer_checkpoint, checkpoint, fields, model_only=trainer.args.save_only_model)
     if (warning := resuming.on_rank_0(check)) is not None:
         print_once(warning)
 
@@ -343,20 +329,17 @@ def _check_contents(trainer: Any, checkpoint: Path) -> None:
 def load_other_model(trainer: Any, model: Any, checkpoint: Path) -> bool:
     """Load a model for which the Trainer does not call ``load_fsdp_model``, as it does for shards and a single file.
 
-    These are the files of a full state dict above 50 GB, and the checkpoints of DeepSpeed. Collective.
+    These are the files of a full state dict above 50 GB. Collective.
 
     Returns:
         Whether the checkpoint has such a model. If not, nothing was loaded.
     """
-    if not has_sharded_model(trainer.accelerator):
+    if not has_sharded_model(trainer.accelerator) or is_peft_model(model):
         return False
-    is_adapter = is_peft_model(model)
     indexes = (index_file(safetensors_file(HF_MODEL)), index_file(f"{HF_MODEL_BIN}.bin"))
-    is_split = not is_adapter and any((checkpoint / name).is_file() for name in indexes)
-    if not is_split and not engine_state(checkpoint):
+    if not any((checkpoint / name).is_file() for name in indexes):
         return False
-    verify = trainer.accelerator.state.fsdp_plugin.spec.checkpoint.verify
-    load_model(model, checkpoint, adapter_only=is_adapter, verify=verify)
+    load_model(model, checkpoint, verify=trainer.accelerator.state.fsdp_plugin.spec.checkpoint.verify)
     return True
 
 
@@ -364,18 +347,14 @@ def load_other_model(trainer: Any, model: Any, checkpoint: Path) -> bool:
 def load_optimizer_and_scheduler(original: Callable[..., None], trainer: Any, checkpoint: str | None) -> None:
     """Load both, also if the groups of the optimizer were others when saved."""
     scheduler = trainer.lr_scheduler
-    engine = {} if checkpoint is None else engine_state(Path(checkpoint))
     saved = Path(checkpoint or "") / TRAINER_SCHEDULE
     with schedules_follow_groups([getattr(scheduler, "scheduler", scheduler)]):
-        if checkpoint is None or not (engine or saved.is_file()):
+        if checkpoint is None or not saved.is_file():
             original(checkpoint)  # a model only
             return
         plugin = trainer.accelerator.state.fsdp_plugin
         load_fsdp_optimizer(original, plugin, trainer.accelerator, trainer.optimizer, trainer.model, checkpoint)
-        if saved.is_file():
-            scheduler.load_state_dict(load_state_file(saved))
-        else:
-            load_schedule(Path(checkpoint), scheduler, engine)
+        scheduler.load_state_dict(load_state_file(saved))
 
 
 @if_planned

@@ -211,7 +211,7 @@ def _write_side_by_side(original: Callable[..., Any], model: Any, place: ModuleL
                         _write(original, model, {**call, "save_directory": str(save.folder)}, {})
                     (save.folder / safetensors_file(HF_MODEL)).unlink(missing_ok=True)
             size = convert_file_size_to_int(call["max_shard_size"])
-            manager().save_model(place.root, save.folder, "full", max_shard_size=size)
+            manager().save_model(place.root, save, "full", max_shard_size=size)
     except CheckpointError as error:
         if any(problem.code != _NOT_SHARED for problem in error.problems):
             raise

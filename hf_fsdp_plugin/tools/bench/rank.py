@@ -37,7 +37,7 @@ from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, torch_dtype
 from hf_fsdp_plugin.plan.meta_model import config_and_class, meta_model
 from hf_fsdp_plugin.plan.resolve import resolve
-from hf_fsdp_plugin.rank_variables import LaunchHandover
+from hf_fsdp_plugin.sources.handover import LaunchHandover
 from hf_fsdp_plugin.sources.interface import SourceSettings
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import add_settings, combine

@@ -25,9 +25,10 @@ from hf_fsdp_plugin.host_memory import available_memory
 from hf_fsdp_plugin.launcher.flags import Parser, add_override_flag, add_setting_flags
 from hf_fsdp_plugin.launcher.world import FoundDevices, World, find_devices, num_cores, resolve_world
 from hf_fsdp_plugin.problems import Problem, SpecError, UsageError, has_errors
-from hf_fsdp_plugin.rank_variables import HANG_LIMIT_VARIABLE, LaunchHandover
+from hf_fsdp_plugin.rank_variables import HANG_LIMIT_VARIABLE
 from hf_fsdp_plugin.runs.failures import AttemptResult, summarize_exit
 from hf_fsdp_plugin.sources.environment import user_variables
+from hf_fsdp_plugin.sources.handover import LaunchHandover
 from hf_fsdp_plugin.sources.interface import Sources, SourceSettings
 from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
@@ -37,9 +38,9 @@ from hf_fsdp_plugin.tools.bench import cases as bench
 from hf_fsdp_plugin.tools.bench.cases import Case, CaseGroup
 from hf_fsdp_plugin.tools.bench.results import Results, bench_text
 from hf_fsdp_plugin.tools.check.output import load_meta_model
+from hf_fsdp_plugin.tools.common import run_job, whole_number
 from hf_fsdp_plugin.tools.convert.conversion import print_conversion, with_converted_config
 from hf_fsdp_plugin.tools.plan.verb import sequence_length
-from hf_fsdp_plugin.tools.shared import run_job, whole_number
 
 _DEFAULTS: Final = {"wrap.policy": "transformer", "prefetch.backward": "pre"}
 """Settings of all cases, unless a source sets them."""

@@ -19,7 +19,7 @@ from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.spec.rules import fsdp_is_off
 from hf_fsdp_plugin.spec.values import setting_to_json
 from hf_fsdp_plugin.text import format_value, plural, printable, wrap_words
-from hf_fsdp_plugin.tools.shared import colored_table
+from hf_fsdp_plugin.tools.common import colored_table
 from hf_fsdp_plugin.tools.text import wrap_items
 from hf_fsdp_plugin.vocabulary import BY_NAME, ROWS, canonical_setting, find_row
 

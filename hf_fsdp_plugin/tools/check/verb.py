@@ -27,9 +27,9 @@ from hf_fsdp_plugin.sources.tree import MAX_BYTES, ConfigFile, ConfigFileError, 
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.text import printable
 from hf_fsdp_plugin.tools.check.output import Checked, check_sources, plan_of_model, verdict_line
+from hf_fsdp_plugin.tools.common import check_needs, whole_number
 from hf_fsdp_plugin.tools.convert.conversion import with_converted_config
 from hf_fsdp_plugin.tools.preflight import run as preflight
-from hf_fsdp_plugin.tools.shared import check_needs, whole_number
 
 if TYPE_CHECKING:
     from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan

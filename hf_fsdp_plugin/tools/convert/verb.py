@@ -1,10 +1,10 @@
 """``hf-fsdp convert``: Convert a config of DeepSpeed, of another trainer or of Accelerate into one for FSDP, and show
-what became of each key.
+what became of each key; or a checkpoint of DeepSpeed into one from which a run with FSDP resumes.
 
 Examples::
 
     hf-fsdp convert ds_zero3.json --out fsdp.yaml -- --bf16 true --learning_rate 2e-5
-    hf-fsdp convert deepspeed.yaml --to training-arguments --json
+    hf-fsdp convert run/checkpoint-500 --out run/checkpoint-500-fsdp
 
 The arguments of the script after ``--`` replace the values "auto".
 """
@@ -16,10 +16,18 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from hf_fsdp_plugin.cli.main import make_parser
-from hf_fsdp_plugin.cli.output import exit_code, in_line_order, print_failure, print_json, print_problems
+from hf_fsdp_plugin.cli.output import (
+    exit_code,
+    in_line_order,
+    print_failure,
+    print_json,
+    print_problems,
+    print_result,
+)
 from hf_fsdp_plugin.launcher.flags import Parser, add_override_flag, add_setting_flags
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError, UsageError
 from hf_fsdp_plugin.sources.command_line import parse_flags
@@ -27,13 +35,15 @@ from hf_fsdp_plugin.sources.interface import Sources
 from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess
-from hf_fsdp_plugin.text import format_value, printable
+from hf_fsdp_plugin.text import format_bytes, format_value, plural, printable
 from hf_fsdp_plugin.tools.check.verb import config_named
+from hf_fsdp_plugin.tools.common import ProgressBars
 from hf_fsdp_plugin.tools.config.text import stock_limits
 from hf_fsdp_plugin.tools.config.writing import check_place, file_exists_error, write_config
 from hf_fsdp_plugin.tools.convert.conversion import print_outcomes, with_converted_config
 from hf_fsdp_plugin.tools.convert.converted import TARGETS, Converted
 from hf_fsdp_plugin.tools.convert.dialects.interface import DialectReading, KeyOutcome, shown_setting, typed_value
+from hf_fsdp_plugin.tools.merge.verb import file_error
 
 _OF_ARGUMENTS: Final = ("FSDP-N104",)
 """Notes that an argument after ``--`` repeats the key whose value ``auto`` it replaces."""
@@ -42,11 +52,13 @@ _PARTIAL: Final = "distributed-config"
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("source", metavar="SOURCE", help="the config to convert; - reads stdin")
+    about = "the config to convert (- reads stdin), or the folder of a checkpoint of DeepSpeed"
+    parser.add_argument("source", metavar="SOURCE", help=about)
     about = "form of the new config: a YAML for accelerate launch (default), Python arguments, or JSON"
     parser.add_argument("--to", choices=tuple(TARGETS), default="accelerate", help=about)
-    parser.add_argument("-o", "--out", metavar="FILE", help="write the new config to this file (default: print it)")
-    parser.add_argument("--force", action="store_true", help="replace an existing file")
+    about = "write the new config to this file (default: print it), or the new checkpoint to this folder"
+    parser.add_argument("-o", "--out", metavar="OUT", help=about)
+    parser.add_argument("--force", action="store_true", help="replace an existing OUT")
     add_override_flag(parser)
     add_setting_flags(parser)
     parser.epilog = "also all setting flags of `hf-fsdp launch`; after --: arguments of the script"
@@ -65,7 +77,9 @@ def parse_argv(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert a config. Returns 0 if it was converted, 1 if it has errors, 2 if there is no such file."""
+    """Convert a config or a checkpoint. Returns 0 if it was converted, 1 for errors, 2 if there is no such file."""
+    if args.source != "-" and Path(args.source).is_dir():
+        return _convert_checkpoint(args)
     sources = Sources(
         config=config_named(args.source),
         training_arguments=args.training_arguments,
@@ -110,6 +124,26 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(f"wrote {printable(args.out)}", file=sys.stderr)
     return exit_code(problems, args.source)
+
+
+def _convert_checkpoint(args: argparse.Namespace) -> int:
+    """Convert a checkpoint of DeepSpeed."""
+    from hf_fsdp_plugin.tools.convert.checkpoint import convert_checkpoint
+
+    others = [*args.command_line, *(args.given[name] for name in ("to", "overrides") if name in args.given)]
+    if others or args.training_arguments:
+        flag = others[0] if others else "--"
+        raise UsageError(f"{flag} is about configs, and {args.source} is a folder. Leave it out.")
+    if args.out is None:
+        raise UsageError("a checkpoint needs --out with the folder to write.")
+    try:
+        with ProgressBars() as progress:
+            done = convert_checkpoint(Path(args.source), Path(args.out), force=args.force, progress=progress)
+    except OSError as error:
+        raise file_error(error, args.out) from error
+    text = f"{printable(str(done.out))}: step {done.step:,}, {plural(done.num_tensors, 'tensor')}, "
+    text += f"{format_bytes(done.num_bytes)}, written by {plural(done.world_size, 'rank')} of DeepSpeed"
+    return print_result(args, done.to_json(), text, done.problems)
 
 
 def _outcomes_of(spec: FsdpSpec) -> list[KeyOutcome]:

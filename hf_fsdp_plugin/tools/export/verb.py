@@ -19,8 +19,8 @@ from hf_fsdp_plugin.checkpoint.errors import refuse
 from hf_fsdp_plugin.checkpoint.io import object_in
 from hf_fsdp_plugin.checkpoint.names import PREFIXES, TRAINER_STATE
 from hf_fsdp_plugin.text import printable
+from hf_fsdp_plugin.tools.common import check_folder
 from hf_fsdp_plugin.tools.merge import verb as merge
-from hf_fsdp_plugin.tools.shared import check_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

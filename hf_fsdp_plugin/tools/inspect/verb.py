@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin import text
-from hf_fsdp_plugin.checkpoint.checking.inspection import Summary, checkpoints_of_run, summarize, why_incomplete
+from hf_fsdp_plugin.checkpoint.checking.inspection import why_incomplete
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, print_json, print_problems, print_result, text_width
 from hf_fsdp_plugin.problems import CheckpointError, UsageError
-from hf_fsdp_plugin.tools.shared import check_folder
+from hf_fsdp_plugin.tools.common import check_folder
+from hf_fsdp_plugin.tools.inspect.summary import Summary, checkpoints_of_run, summarize
 from hf_fsdp_plugin.tools.text import wrap_items
 
 _FILES_SHOWN = 20

@@ -17,7 +17,7 @@ from hf_fsdp_plugin.checkpoint.merging.merge import Merged, MergeOptions, merge
 from hf_fsdp_plugin.cli.output import print_result
 from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem, UsageError
 from hf_fsdp_plugin.text import SHORT_DTYPES, format_bytes, plural, printable
-from hf_fsdp_plugin.tools.shared import ProgressBars, check_folder
+from hf_fsdp_plugin.tools.common import ProgressBars, check_folder
 from hf_fsdp_plugin.tools.text import parse_bytes
 
 DTYPES = {name: of_torch for of_torch, name in SHORT_DTYPES.items()}
@@ -58,11 +58,17 @@ def run(args: argparse.Namespace) -> int:
         with ProgressBars() as progress:
             merged = merge(args.checkpoint, args.out, options, progress)
     except OSError as error:
-        message = f"cannot be read or written: {error.strerror or error}."
-        fix = "Fix the cause, and start the merge again."
-        origin = Origin(source=str(error.filename or args.out))
-        raise CheckpointError([Problem(code="FSDP-E495", message=message, fix=fix, origin=origin)]) from error
+        raise file_error(error, args.out) from error
     return print_result(args, merged.to_json(), _text(merged), merged.problems)
+
+
+def file_error(error: OSError, out: str | Path) -> CheckpointError:
+    """Return the error that a file cannot be read or written, for this verb and for ``convert``."""
+    message = f"cannot be read or written: {error.strerror or error}."
+    origin = Origin(source=str(error.filename or out))
+    return CheckpointError(
+        [Problem(code="FSDP-E495", message=message, fix="Fix the cause, and start again.", origin=origin)]
+    )
 
 
 def _text(merged: Merged) -> str:

@@ -15,10 +15,10 @@ from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.spec.values import setting_to_json
 from hf_fsdp_plugin.text import format_memory
+from hf_fsdp_plugin.tools.common import colored_table
 from hf_fsdp_plugin.tools.convert.conversion import with_converted_config
 from hf_fsdp_plugin.tools.migrate.rewriting import Migration
 from hf_fsdp_plugin.tools.preflight.run import PreflightResult, run_preflight
-from hf_fsdp_plugin.tools.shared import colored_table
 
 _TOLERANCES: Final = {False: 1e-5, True: 1e-3}
 """Whether a setting computes or reduces in 16 bits -> largest relative difference of losses that are equal."""

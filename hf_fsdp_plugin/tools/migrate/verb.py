@@ -23,13 +23,13 @@ from hf_fsdp_plugin.problems import SpecError, UsageError, has_errors
 from hf_fsdp_plugin.spec.values import setting_to_json
 from hf_fsdp_plugin.text import plural, printable, wrap_words
 from hf_fsdp_plugin.tools.check.verb import config_named
+from hf_fsdp_plugin.tools.common import check_needs
 from hf_fsdp_plugin.tools.config.text import stock_limits
 from hf_fsdp_plugin.tools.config.writing import check_place, file_exists_error, write_config
 from hf_fsdp_plugin.tools.migrate.changes import BehaviorChange, behavior_changes
 from hf_fsdp_plugin.tools.migrate.proof import Proof, proof_table, prove
 from hf_fsdp_plugin.tools.migrate.rewriting import Migration, migrate
 from hf_fsdp_plugin.tools.preflight.run import DEFAULT_LIMIT
-from hf_fsdp_plugin.tools.shared import check_needs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,10 +22,10 @@ from hf_fsdp_plugin.problems import Origin, Problem, SpecError, UsageError, has_
 from hf_fsdp_plugin.sources.environment import default_config_file
 from hf_fsdp_plugin.tools.check import verb as check
 from hf_fsdp_plugin.tools.check.output import load_meta_model, plan_with_problems
+from hf_fsdp_plugin.tools.common import check_needs
 from hf_fsdp_plugin.tools.convert.conversion import print_conversion
 from hf_fsdp_plugin.tools.plan.estimate.types import Attention, Optimizer, UpdateLoop, Workload
 from hf_fsdp_plugin.tools.plan.output import Planned, print_prediction
-from hf_fsdp_plugin.tools.shared import check_needs
 from hf_fsdp_plugin.tools.text import SIZE_SPELLINGS, nearest_multiples, parse_bytes
 
 if TYPE_CHECKING:

@@ -22,15 +22,15 @@ from hf_fsdp_plugin.axes import MODEL_AXES
 from hf_fsdp_plugin.cli.output import Color, colored
 from hf_fsdp_plugin.launcher.flags import Parser, why_refused
 from hf_fsdp_plugin.problems import Problem, UsageError, has_errors
-from hf_fsdp_plugin.rank_variables import LaunchHandover
 from hf_fsdp_plugin.sources.command_line import flag_name
 from hf_fsdp_plugin.sources.environment import user_variables
+from hf_fsdp_plugin.sources.handover import LaunchHandover
 from hf_fsdp_plugin.sources.interface import Sources
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import read_settings
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_count, format_names, plural
-from hf_fsdp_plugin.tools.shared import colored_table, run_job
+from hf_fsdp_plugin.tools.common import colored_table, run_job
 
 if TYPE_CHECKING:
     from hf_fsdp_plugin.runs.failures import AttemptResult

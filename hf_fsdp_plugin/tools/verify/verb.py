@@ -12,14 +12,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hf_fsdp_plugin.checkpoint.checking.inspection import checkpoints_of_run
-from hf_fsdp_plugin.checkpoint.checking.verify import Verdict, verify
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, colored, print_json, print_problems
 from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.text import plural, printable
-from hf_fsdp_plugin.tools.shared import ProgressBars, check_folder
+from hf_fsdp_plugin.tools.common import ProgressBars, check_folder
+from hf_fsdp_plugin.tools.inspect.summary import checkpoints_of_run
+from hf_fsdp_plugin.tools.verify.verification import Verdict, verify
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -65,8 +65,8 @@ def save_stall(case: Case) -> Case:
 
 def _own_saves(case: Case, size: Size, folder: Path) -> dict[str, Any]:
     """Save twice in the background and once in the foreground, and return the times in seconds."""
-    from hf_fsdp_plugin.checkpoint.checking.verify import verify
     from hf_fsdp_plugin.integrations.saving import manager
+    from hf_fsdp_plugin.tools.verify.verification import verify
 
     run, found = Run(case, size), {}
     # Staging memory is made and pinned during the first steps.

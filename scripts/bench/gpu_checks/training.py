@@ -44,8 +44,8 @@ def training(case: Case) -> Case:
 
 
 def _check_checkpoint(run: Run, kind: str) -> None:
-    from hf_fsdp_plugin.checkpoint.checking.verify import verify
     from hf_fsdp_plugin.integrations.saving import manager
+    from hf_fsdp_plugin.tools.verify.verification import verify
 
     with shared_folder() as folder:
         run.accelerator.state.fsdp_plugin.set_state_dict_type(kind)

@@ -87,9 +87,9 @@ def measure(ranks: Any, weights: str, sizes: dict[str, Any], expected: dict[str,
     """Train, save, merge, export and resume on one mesh."""
     from transformers import AutoModelForCausalLM
 
-    from hf_fsdp_plugin.checkpoint.checking.verify import verify
     from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest
     from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
+    from hf_fsdp_plugin.tools.verify.verification import verify
     from tests.support.training import differing
 
     run = ranks.run(train, weights, str(folder), sizes, settings={"fsdp_async_save": True})[0]

@@ -189,7 +189,7 @@ def disk_full_trial(
 
 def flip_trial(checkpoint: Path, source: random.Random) -> tuple[int, list[str]]:
     """Flip a byte in each file. Returns the number of files, and the files in which `verify` did not find it."""
-    from hf_fsdp_plugin.checkpoint.checking.verify import verify
+    from hf_fsdp_plugin.tools.verify.verification import verify
 
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
     overlooked = []

@@ -46,7 +46,7 @@ def preload() -> None:
     import torch.distributed.checkpoint.state_dict
     import torch.distributed.fsdp
 
-    from hf_fsdp_plugin.checkpoint.checking.verify import verify  # noqa: F401
+    from hf_fsdp_plugin.tools.verify.verification import verify  # noqa: F401
 
 
 @dataclass(slots=True)

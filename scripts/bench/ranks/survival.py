@@ -87,7 +87,7 @@ def resume(rank: int, report: Callable[..., None], model: Any, run: Path, settin
     import torch.distributed as dist
     from transformers import TrainerCallback
 
-    from hf_fsdp_plugin.checkpoint.checking.verify import verify
+    from hf_fsdp_plugin.tools.verify.verification import verify
 
     class OneStep(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
@@ -16,6 +17,8 @@ from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.tools.convert.conversion import with_converted_config
+from tests.support.deepspeed_files import Zero
+from tests.support.json_schema import assert_valid
 
 DATA = Path(__file__).parents[2] / "data" / "good"
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -199,3 +202,34 @@ def test_form_without_place_for_a_setting_is_refused(hf_fsdp, tmp_path, monkeypa
 def test_words_after_dashes_are_flags(hf_fsdp, source):
     code, _, err = hf_fsdp("convert", source, "--", "train.py", "--bf16", "true")
     assert code == 2 and "flags of the script" in err
+
+
+def test_checkpoint_of_deepspeed_is_converted(hf_fsdp: Any, tmp_path: Path) -> None:
+    zero = Zero(weights={"w": torch.ones(3)}, groups=[["w"]])
+    zero.write(tmp_path / "run", 2, 2)
+    code, printed, messages = hf_fsdp("convert", tmp_path / "run", "--out", tmp_path / "out")
+    assert (code, printed) == (0, f"{tmp_path}/out: step 3, 4 tensors, 40 B, written by 2 ranks of DeepSpeed\n")
+    assert messages.count("FSDP-W415") == 2
+    code, printed, _ = hf_fsdp("convert", tmp_path / "run", "--out", tmp_path / "out", "--json")
+    assert code == 1 and json.loads(printed)["problems"][0]["code"] == "FSDP-E481"
+    code, printed, _ = hf_fsdp("convert", tmp_path / "run", "--out", tmp_path / "out", "--json", "--force")
+    found = json.loads(printed)
+    assert_valid("convert", found)
+    assert code == 0 and (found["dialect"], found["step"], found["world_size"]) == ("deepspeed", 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((), "needs --out"),
+        (("--out", "x", "--to", "accelerate"), "--to is about configs"),
+        (("--out", "x", "--fsdp_version", "2"), "--fsdp_version=2 is about configs"),
+        (("--out", "x", "--set", "fsdp.version=2"), "--set is about configs"),
+        (("--out", "x", "--", "--bf16", "true"), "-- is about configs"),
+    ],
+)
+def test_flags_of_configs_are_refused_for_a_folder(
+    hf_fsdp: Any, tmp_path: Path, arguments: tuple[str, ...], text: str
+) -> None:
+    code, _, messages = hf_fsdp("convert", tmp_path, *arguments)
+    assert code == 2 and text in messages

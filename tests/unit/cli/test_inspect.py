@@ -6,8 +6,8 @@ import shutil
 import pytest
 import torch
 
-from hf_fsdp_plugin.checkpoint.checking.inspection import summarize
 from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, MANIFEST_NAME
+from hf_fsdp_plugin.tools.inspect.summary import summarize
 from tests.support import damages, saved
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hf_fsdp_plugin.rank_variables import LaunchHandover
+from hf_fsdp_plugin.sources.handover import LaunchHandover
 from hf_fsdp_plugin.sources.interface import Sources
 from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.spec import load

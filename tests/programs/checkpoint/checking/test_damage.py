@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from hf_fsdp_plugin.checkpoint.checking.verify import verify
 from hf_fsdp_plugin.checkpoint.formats import manifest
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
 from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
 from hf_fsdp_plugin.problems import CheckpointError
+from hf_fsdp_plugin.tools.verify.verification import verify
 from tests.support import damages, saved
 from tests.support.merge_inputs import tree
 

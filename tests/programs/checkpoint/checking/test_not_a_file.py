@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from hf_fsdp_plugin.checkpoint.checking.inspection import summarize, why_incomplete
-from hf_fsdp_plugin.checkpoint.checking.verify import verify
+from hf_fsdp_plugin.checkpoint.checking.inspection import why_incomplete
 from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.problems import CheckpointError
+from hf_fsdp_plugin.tools.inspect.summary import summarize
+from hf_fsdp_plugin.tools.verify.verification import verify
 from tests.support import saved
 
 

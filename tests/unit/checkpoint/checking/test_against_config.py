@@ -2,8 +2,8 @@
 
 import json
 
-from hf_fsdp_plugin.checkpoint.checking.verify import verify
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
+from hf_fsdp_plugin.tools.verify.verification import verify
 from tests.support import saved
 from tests.support.saved import errors, notes, only_error
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_fsdp_plugin.checkpoint.checking.inspection import summarize, why_incomplete
-from hf_fsdp_plugin.checkpoint.checking.verify import verify
+from hf_fsdp_plugin.checkpoint.checking.inspection import why_incomplete
 from hf_fsdp_plugin.checkpoint.formats.boxes import whole_box
 from hf_fsdp_plugin.checkpoint.formats.torch_files import NotAnArchive, stored_entries
 from hf_fsdp_plugin.checkpoint.names import ENTRY_ALIGNMENT
@@ -18,6 +17,8 @@ from hf_fsdp_plugin.checkpoint.shards import LocalShard, ModelShards, OptimizerS
 from hf_fsdp_plugin.checkpoint.writing.dcp_files import complete_folders
 from hf_fsdp_plugin.checkpoint.writing.file_parts import PartWriter
 from hf_fsdp_plugin.checkpoint.writing.state_files import model_files, optimizer_files
+from hf_fsdp_plugin.tools.inspect.summary import summarize
+from hf_fsdp_plugin.tools.verify.verification import verify
 from tests.support import saved
 
 TENSORS = {"a": torch.arange(7.0), "b": torch.arange(100.0).reshape(10, 10), "c": torch.tensor(3, dtype=torch.int8)}

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hf_fsdp_plugin.checkpoint.checking import trainer_state
-from hf_fsdp_plugin.checkpoint.checking.verify import verify
 from hf_fsdp_plugin.problems import CheckpointError, Problem
+from hf_fsdp_plugin.tools.verify.verification import verify
 from tests.support import saved
 
 FIELDS = {"global_step", "epoch", "max_steps", "best_model_checkpoint", "log_history", "stateful_callbacks"}

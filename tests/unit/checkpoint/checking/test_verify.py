@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy
 import pytest
 
-from hf_fsdp_plugin.checkpoint.checking.verify import verify
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, read_manifest, to_text
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
+from hf_fsdp_plugin.tools.verify.verification import verify
 from tests.support import damages, saved
 from tests.support.saved import errors, notes, only_error
 

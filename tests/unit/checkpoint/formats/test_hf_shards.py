@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from hf_fsdp_plugin.checkpoint.checking.inspection import summarize
-from hf_fsdp_plugin.checkpoint.checking.verify import verify
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.problems import CheckpointError
+from hf_fsdp_plugin.tools.inspect.summary import summarize
+from hf_fsdp_plugin.tools.verify.verification import verify
 from tests.support import saved
 from tests.support.assembled import assembled
 

@@ -49,7 +49,7 @@ def manager(one_rank: None) -> Iterator[CheckpointManager]:
 
 def save(manager: CheckpointManager, final: Path, model: nn.Module, *, asynchronous: bool = False) -> None:
     with manager.saving(final, partial(manifest, kind="full"), asynchronous=asynchronous) as save:
-        manager.save_model(model, save.folder, "full")
+        manager.save_model(model, save, "full")
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

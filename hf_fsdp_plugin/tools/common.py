@@ -15,8 +15,8 @@ from hf_fsdp_plugin.text import fit_table
 
 if TYPE_CHECKING:  # only the verbs that start ranks import these
     from hf_fsdp_plugin.launcher.world import World
-    from hf_fsdp_plugin.rank_variables import LaunchHandover
     from hf_fsdp_plugin.runs.failures import AttemptResult
+    from hf_fsdp_plugin.sources.handover import LaunchHandover
     from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 
 _GRACE: Final = 3.0

@@ -1,4 +1,4 @@
-"""The format ``deepspeed``: checkpoints of ZeRO 0 to 3 with a file for each rank, and universal checkpoints.
+"""Reads checkpoints of DeepSpeed: ZeRO 0 to 3 with a file for each rank, and universal checkpoints.
 
 A folder contains a folder for each tag (``global_step30``), and names the last one in the file ``latest``. The stage
 decides how tensors are stored, as DeepSpeed's ``zero_to_fp32.py`` and ``ds_to_universal.py`` read them:
@@ -17,8 +17,9 @@ from __future__ import annotations
 import math
 import re
 import reprlib
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,10 +27,12 @@ from typing import Any, NamedTuple
 from hf_fsdp_plugin.checkpoint import errors
 from hf_fsdp_plugin.checkpoint.errors import refuse
 from hf_fsdp_plugin.checkpoint.formats import boxes
+from hf_fsdp_plugin.checkpoint.formats.known_formats import DEEPSPEED_FILES
 from hf_fsdp_plugin.checkpoint.formats.pickles import PickledTensor
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import (
     MAX_PROBLEMS,
-    PieceTable,
+    StoredModel,
+    StoredOptimizer,
     StoredPiece,
     StoredState,
     StoredTensor,
@@ -37,11 +40,11 @@ from hf_fsdp_plugin.checkpoint.formats.stored_tensors import (
 )
 from hf_fsdp_plugin.checkpoint.formats.torch_files import open_archive, stored_values
 from hf_fsdp_plugin.checkpoint.io import read_range
-from hf_fsdp_plugin.checkpoint.names import FSDP_MODEL, HF_MODEL_BIN, MANIFEST_NAME, numbered_from_one
+from hf_fsdp_plugin.checkpoint.names import HF_MODEL_BIN, MANIFEST_NAME, numbered_from_one
 from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.text import format_names
 
-MODEL_FILES = "*mp_rank_00_model_states.pt"
+FORMAT = "deepspeed"
 LATEST = ("latest", "latest_universal")
 """The files that name the tag of the last save, and that of the last conversion to a universal checkpoint."""
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,7})_)?mp_rank_00_model_states\.pt")
@@ -56,24 +59,51 @@ _MAX_PADDING = 64
 Shape = tuple[int, ...]
 
 
-def read_state(root: Path, stem: str, number: int) -> StoredState | None:
-    """Return the model or the optimizer of a checkpoint of DeepSpeed; ``None`` if the folder has none."""
-    folder = tag_folder(root, number)
-    if folder is None:
-        return None
-    checkpoint = _Checkpoint(root, folder)
-    with _parsing(folder):
-        entries = checkpoint.weights() if stem == FSDP_MODEL else checkpoint.optimizer()
-    return StoredState(entries, tuple(checkpoint.files), folder, errors.COPY_ALL_RANKS) if entries else None
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedEngine:
+    """What one engine of DeepSpeed has saved.
 
-
-def read_engine_state(root: Path) -> dict[str, Any]:
-    """Return what DeepSpeed saves beside the tensors, such as ``global_steps`` and ``lr_scheduler``.
-
-    Returns an empty dict if the folder is not a checkpoint of DeepSpeed. Raises the errors of :func:`read_state`.
+    Attributes:
+        optimizer: ``None`` if there is none, or if it has no names.
+        why_no_optimizer: why an optimizer that is there is not read; empty otherwise.
+        values: what is saved beside the tensors, such as ``global_steps`` and ``lr_scheduler``.
     """
-    folder = tag_folder(root)
-    return {} if folder is None else _Checkpoint(root, folder).engine
+
+    model: StoredModel
+    optimizer: StoredOptimizer | None
+    why_no_optimizer: str
+    values: Mapping[str, Any]
+
+
+def read_engines(root: Path) -> list[SavedEngine]:
+    """Return what each engine has saved in a checkpoint, which is empty for another folder. No tensor is read.
+
+    Raises:
+        CheckpointError: files are missing, damaged or unsafe to read, or the model has other axes than data
+            parallelism.
+    """
+    engines: list[SavedEngine] = []
+    while (folder := tag_folder(root, len(engines))) is not None and not (engines and folder == root):
+        engines.append(_read_engine(root, folder))
+    return engines
+
+
+def _read_engine(root: Path, folder: Path) -> SavedEngine:
+    checkpoint = _Checkpoint(root, folder)
+    reason, entries = "", dict[tuple[Any, ...], Any]()
+    with _parsing(folder):
+        weights = checkpoint.weights()
+        try:
+            entries = checkpoint.optimizer()
+        except _OptimizerWithoutNames as error:
+            reason = str(error)
+    files = tuple(checkpoint.files)
+    state = StoredState(weights, files, folder, errors.COPY_ALL_RANKS)
+    model, optimizer = state.checked(state.as_model(root, FORMAT), partial=False), None
+    if entries:
+        state = StoredState(entries, files, folder, errors.COPY_ALL_RANKS)
+        optimizer = state.checked(state.as_optimizer(root, FORMAT), partial=False)
+    return SavedEngine(model=model, optimizer=optimizer, why_no_optimizer=reason, values=checkpoint.engine)
 
 
 def tag_folder(root: Path, number: int = 0) -> Path | None:
@@ -88,11 +118,11 @@ def tag_folder(root: Path, number: int = 0) -> Path | None:
     if (root / MANIFEST_NAME).is_file():  # this package has written another checkpoint into the folder
         return None
     for folder in (root, root / numbered_from_one(HF_MODEL_BIN, number)):
-        if any(folder.glob(MODEL_FILES)):
+        if any(folder.glob(DEEPSPEED_FILES)):
             return folder
     if number:
         return None
-    tags = sorted({path.parent for path in root.glob(f"*/{MODEL_FILES}")})
+    tags = sorted({path.parent for path in root.glob(f"*/{DEEPSPEED_FILES}")})
     found = f"It contains {format_names([tag.name for tag in tags])}." if tags else "It contains no other tag."
     named = next((root / name for name in LATEST if (root / name).is_file()), None)
     if named is None and len(tags) > 1:
@@ -133,7 +163,7 @@ class _Vector(NamedTuple):
 
 
 class _RankFiles:
-    """A file of each rank. Its pickle is read when one of its tensors is needed.
+    """A file of each rank. Its pickle is read with the first of its tensors.
 
     Attributes:
         files: the files in the order of the ranks, relative to ``root``.
@@ -182,53 +212,8 @@ def _inner(optimizer: Mapping[str, Any]) -> Any:
     return optimizer.get("optimizer_state_dict") or optimizer.get("base_optimizer_state") or optimizer
 
 
-class _FlatPieces(PieceTable):
-    """The pieces of a tensor whose elements are divided over the ranks, in their order and without regard to the shape.
-
-    Rank ``r`` has the elements from ``r * size - shift`` on, ``size`` at most, at ``start`` in its vector ``name``.
-    """
-
-    def __init__(self, ranks: _RankFiles, name: str, shape: Shape, size: int, shift: int, start: int) -> None:
-        self._ranks, self._name, self._shape = ranks, name, shape
-        self._size, self._shift, self._start = size, shift, start
-
-    def within(self, box: boxes.Box) -> list[StoredPiece]:
-        steps = boxes.row_major(self._shape)
-        first = sum(offset * step for offset, step in zip(box.offsets, steps, strict=True))
-        stop = first + boxes.element_span(steps, box.sizes)
-        dtype = self._ranks.vector(0, self._name).dtype
-        pieces = []
-        for rank, begin, end in self._parts(first, stop) if box.numel else ():
-            vector = self._ranks.vector(rank, self._name)
-            at = self._start + begin + self._shift - rank * self._size
-            if vector.dtype != dtype or at + end - begin > vector.numel:
-                message = f"has {vector.numel:,} elements of {self._name} in {vector.dtype}; "
-                message += f"{at + end - begin:,} in {dtype} were expected."
-                refuse("FSDP-E459", self._ranks.root / vector.file, message, errors.COPY_ALL_RANKS)
-            offset = vector.offset + at * boxes.dtype_size(dtype)
-            for run in boxes.flat_range(self._shape, begin, end):
-                pieces.append(StoredPiece(run, vector.file, offset, boxes.row_major(run.sizes)))
-                offset += run.numel * boxes.dtype_size(dtype)
-        return pieces
-
-    def load(self) -> tuple[StoredPiece, ...]:
-        return tuple(self.within(boxes.whole_box(self._shape)))
-
-    def files(self) -> set[str]:
-        return {self._ranks.files[rank] for rank, _, _ in self._parts(0, math.prod(self._shape))}
-
-    def key(self) -> Hashable:
-        return id(self)  # tied tensors have the same table
-
-    def _parts(self, first: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield each rank with some of the elements ``[first, stop)``, and their range."""
-        for rank in range((first + self._shift) // self._size, -(-(stop + self._shift) // self._size)):
-            begin = rank * self._size - self._shift
-            yield rank, max(first, begin), min(stop, begin + self._size)
-
-
 class _Checkpoint:
-    """The files of one tag. Those of rank 0 are read here, and those of other ranks when their tensors are needed.
+    """The files of one tag. Those of rank 0 are read here, and those of other ranks with the first of their tensors.
 
     Attributes:
         engine: the contents of the first file of the model, without its tensors.
@@ -243,7 +228,7 @@ class _Checkpoint:
             self._refuse_axes(others)
         model_files = self._of_ranks(names, _MODEL)
         if not model_files:
-            message = f"has no file of the model whose name is as DeepSpeed writes it ({MODEL_FILES})."
+            message = f"has no file of the model whose name is as DeepSpeed writes it ({DEEPSPEED_FILES})."
             refuse("FSDP-E453", folder, message)
         self._is_stage3 = "zero_pp_rank_" in model_files[0]
         self._is_universal = (folder / _UNIVERSAL).is_dir()
@@ -284,7 +269,7 @@ class _Checkpoint:
             return self._plain_optimizer()
         inner = _inner(self._optimizer)
         if not isinstance(inner, dict):
-            self._refuse_optimizer("was saved with 'elastic_checkpoint', which omits the parameter groups")
+            raise _OptimizerWithoutNames("it was saved with 'elastic_checkpoint', which omits the parameter groups")
         state: dict[str, dict[str, Any]] = {name: {} for name in chain.from_iterable(self._shapes)}
         for number, entry in inner.get("state", {}).items():
             for key, value in entry.items():
@@ -309,7 +294,7 @@ class _Checkpoint:
     def _plain_optimizer(self) -> dict[tuple[Any, ...], Any]:
         stored = self.engine.get("optimizer")
         if stored and "fp32_groups_flat" in stored:
-            self._refuse_optimizer("has 16-bit weights without ZeRO, whose fp32 weights are stored without their names")
+            raise _OptimizerWithoutNames("the fp32 weights of 16-bit weights without ZeRO are stored without names")
         file = self._model_ranks.files[0]
         return {(): stored_values(file, open_archive(self._root, file)[0], stored)} if stored else {}
 
@@ -422,17 +407,32 @@ class _Checkpoint:
         fix = "Load it with DeepSpeed in the world that wrote it, and save whole weights with save_16bit_model."
         refuse("FSDP-E413", self._folder, f"{message}: {format_names(found, 3)}.", fix)
 
-    def _refuse_optimizer(self, why: str) -> None:
-        fix = "Resume it with DeepSpeed and save it with ZeRO 1, or start with a new optimizer."
-        refuse("FSDP-E416", self._folder, f"{why}.", fix)
+
+class _OptimizerWithoutNames(Exception):
+    """The state of an optimizer is stored without what maps it to parameters; the text is the reason."""
 
 
 def _divided(
     ranks: _RankFiles, vector: str, name: str, shape: Shape, size: int, *, shift: int = 0, start: int = 0
 ) -> StoredTensor:
-    """Return a tensor that is divided over the ranks. The arguments are those of :class:`_FlatPieces`."""
-    pieces = _FlatPieces(ranks, vector, shape, max(size, 1), shift, start)
-    return StoredTensor(name, ranks.vector(0, vector).dtype, shape, pieces)
+    """Return a tensor whose elements are divided over the ranks, in their order and without regard to the shape.
+
+    Rank ``r`` has the elements from ``r * size - shift`` on, ``size`` at most, at ``start`` in its vector ``vector``.
+    """
+    size, numel, dtype = max(size, 1), math.prod(shape), ranks.vector(0, vector).dtype
+    pieces = []
+    for rank in range(shift // size, -(-(numel + shift) // size)) if numel else ():
+        begin, end = max(0, rank * size - shift), min(numel, (rank + 1) * size - shift)
+        found, at = ranks.vector(rank, vector), start + begin + shift - rank * size
+        if found.dtype != dtype or at + end - begin > found.numel:
+            message = f"has {found.numel:,} elements of {vector} in {found.dtype}; "
+            message += f"{at + end - begin:,} in {dtype} were expected."
+            refuse("FSDP-E459", ranks.root / found.file, message, errors.COPY_ALL_RANKS)
+        offset = found.offset + at * boxes.dtype_size(dtype)
+        for run in boxes.flat_range(shape, begin, end):
+            pieces.append(StoredPiece(run, found.file, offset, boxes.row_major(run.sizes)))
+            offset += run.numel * boxes.dtype_size(dtype)
+    return StoredTensor(name, dtype, shape, tuple(pieces))
 
 
 def _checked_shapes(shapes: Mapping[str, Any]) -> dict[str, Shape]:

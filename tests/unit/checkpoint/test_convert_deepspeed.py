@@ -1,4 +1,4 @@
-"""Checkpoints of DeepSpeed: each stage, universal checkpoints, and damaged or unsupported ones."""
+"""Conversion of checkpoints of DeepSpeed: each stage, universal checkpoints, and damaged or unsupported ones."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from hf_fsdp_plugin.checkpoint.checking.inspection import completeness_problems, summarize
-from hf_fsdp_plugin.checkpoint.formats import boxes
-from hf_fsdp_plugin.checkpoint.formats.known_formats import (
-    read_stored_model,
-    read_stored_optimizer,
-    stored_state_dict_type,
-)
+from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, read_stored_optimizer
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, StoredOptimizer, shared_tensors
 from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
 from hf_fsdp_plugin.problems import CheckpointError
+from hf_fsdp_plugin.tools.convert import checkpoint as conversion
+from hf_fsdp_plugin.tools.convert.deepspeed_files import read_engines
+from hf_fsdp_plugin.tools.inspect.summary import summarize
+from hf_fsdp_plugin.tools.verify.verification import verify
 from tests.support.assembled import assembled
 from tests.support.deepspeed_files import STATES, STEP, Zero, change
 
@@ -38,17 +37,28 @@ TRAINED = [name for names in GROUPS for name in names]
 MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "mp_rank_00_optim_states.pt"
 
 
-def assert_complete(folder: Path, zero: Zero = ZERO) -> None:
-    """Compare all weights and states bit for bit."""
-    model, optimizer = read_stored_model(folder), read_stored_optimizer(folder)
-    assert optimizer is not None and model.format == optimizer.format == "deepspeed" and not model.objects
-    assert list(model.tensors) == list(zero.weights)
+def convert(source: Path, out: Path) -> conversion.ConvertedCheckpoint:
+    return conversion.convert_checkpoint(source, out, force=False, progress=lambda *_: None)
+
+
+def states_of(checkpoint: Path, number: int = 0) -> tuple[StoredModel, StoredOptimizer]:
+    optimizer = read_stored_optimizer(checkpoint, number)
+    assert optimizer is not None
+    return read_stored_model(checkpoint, number), optimizer
+
+
+def assert_complete(source: Path, folder: Path, zero: Zero = ZERO) -> None:
+    """Convert a checkpoint, and compare all weights and states bit for bit."""
+    convert(source, folder)
+    model, optimizer = states_of(folder)
+    assert model.format == optimizer.format == "dcp" and not model.objects
+    assert sorted(model.tensors) == sorted(zero.weights)
     for name, tensor in model.tensors.items():
         trained = name in TRAINED or name in zero.shared
         expected = zero.weights[name] if trained else zero.rounded(name)
         assert (tensor.dtype, tensor.shape) == (str(expected.dtype).removeprefix("torch."), tuple(expected.shape))
         assert assembled(folder, tensor).tobytes() == bytes(expected.contiguous().view(-1).view(torch.uint8).tolist())
-    assert model.tensors["head.weight"].pieces is model.tensors["embed.weight"].pieces
+    assert shared_tensors(model) == [("embed.weight", "head.weight")]
     assert [group["params"] for group in optimizer.groups] == GROUPS
     assert [group["betas"] for group in optimizer.groups] == [(0.9, 0.99)] * 2
     assert sorted(optimizer.state) == sorted(TRAINED)
@@ -62,63 +72,114 @@ def assert_complete(folder: Path, zero: Zero = ZERO) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_weights_and_states_of_stages_are_read(tmp_path: Path, stage: int, world_size: int) -> None:
-    place = ZERO.write(tmp_path, stage, world_size)
-    assert_complete(tmp_path if world_size > 1 else place)
-    assert stored_state_dict_type(tmp_path) == "sharded"
+    place = ZERO.write(tmp_path / "run", stage, world_size)
+    assert_complete(tmp_path / "run" if world_size > 1 else place, tmp_path / "out")
+    verdict = verify(tmp_path / "out", config_check=False)
+    assert verdict.ok and verdict.num_checked_bytes == verdict.num_bytes
+
+
+def test_batches_of_tensors_are_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversion, "_BATCH", 300)
+    ZERO.write(tmp_path / "run", 2, 2)
+    assert_complete(tmp_path / "run", tmp_path / "out")
+    assert len(list((tmp_path / "out/optimizer_0").glob("__*.distcp"))) == 4  # and one with the scalars
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_universal_checkpoint_is_read(tmp_path: Path, stage: int) -> None:
-    place = ZERO.write_universal(tmp_path, stage)
-    assert_complete(tmp_path if stage == 2 else place)
+    place = ZERO.write_universal(tmp_path / "run", stage)
+    assert_complete(tmp_path / "run" if stage == 2 else place, tmp_path / "out")
 
 
 def test_checkpoint_without_zero_numbers_its_parameters(tmp_path: Path) -> None:
     zero = Zero(weights=WEIGHTS, groups=GROUPS, buffers=["counts"], dtype=torch.float32)
-    zero.write(tmp_path, 0, 1)
-    model, optimizer = read_stored_model(tmp_path), read_stored_optimizer(tmp_path)
-    assert optimizer is not None and [group["params"] for group in optimizer.groups] == [["0", "1"], ["2", "3"]]
-    assert (assembled(tmp_path, model.tensors["frozen.weight"]) == WEIGHTS["frozen.weight"].numpy()).all()
-    state = assembled(tmp_path, optimizer.state["1"]["exp_avg"])
+    zero.write(tmp_path / "run", 0, 1)
+    convert(tmp_path / "run", tmp_path / "out")
+    model, optimizer = states_of(tmp_path / "out")
+    assert [group["params"] for group in optimizer.groups] == [["0", "1"], ["2", "3"]]
+    assert (assembled(tmp_path / "out", model.tensors["frozen.weight"]) == WEIGHTS["frozen.weight"].numpy()).all()
+    state = assembled(tmp_path / "out", optimizer.state["1"]["exp_avg"])
     assert (state == zero.states["layer.weight"]["exp_avg"].numpy()).all()
 
 
 def test_folders_of_trainer_and_accelerate_are_read(tmp_path: Path) -> None:
-    ZERO.write(tmp_path / "checkpoint-3", 2, 2)
-    torch.save({"other": torch.ones(1)}, tmp_path / "checkpoint-3" / "pytorch_model.bin")  # 16-bit weights
-    (tmp_path / "checkpoint-3" / "trainer_state.json").write_text('{"global_step": 3}')
-    assert_complete(tmp_path / "checkpoint-3")
+    run, out = tmp_path / "checkpoint-3", tmp_path / "out"
+    ZERO.write(run, 2, 2)
+    torch.save({"other": torch.ones(1)}, run / "pytorch_model.bin")  # 16-bit weights
+    for name in ("zero_to_fp32.py", "rng_state_0.pth", "rng_state_1.pth", "tokenizer.json", "scheduler.pt"):
+        (run / name).write_text(name)
+    (run / "trainer_state.json").write_text('{"global_step": 3}')
+    assert_complete(run, out)
+    names = {"rng_state_0.pth", "rng_state_1.pth", "tokenizer.json", "scheduler.pt", "trainer_state.json"}
+    assert {path.name for path in out.iterdir() if path.is_file()} == {*names, "fsdp_manifest.json"}
+    assert (out / "scheduler.pt").read_text() == "scheduler.pt"
     for number, tag in enumerate(("pytorch_model", "pytorch_model_1")):  # `latest` names the last one
         (tmp_path / "state").mkdir(exist_ok=True)
         Zero(weights={f"w{number}": torch.ones(3)}, groups=[[f"w{number}"]]).write(tmp_path / "state", 3, 2, tag=tag)
-    assert [list(read_stored_model(tmp_path / "state", number).tensors) for number in (0, 1)] == [["w0"], ["w1"]]
+    convert(tmp_path / "state", tmp_path / "converted")
+    found = [states_of(tmp_path / "converted", number) for number in (0, 1)]
+    assert [(list(model.tensors), list(optimizer.state)) for model, optimizer in found] == [
+        (["w0"], ["w0"]),
+        (["w1"], ["w1"]),
+    ]
+
+
+@pytest.mark.parametrize("has_state_of_trainer", [False, True])
+def test_schedule_of_the_engine_becomes_a_file(tmp_path: Path, has_state_of_trainer: bool) -> None:
+    saved = {"last_epoch": 2, "_last_lr": [0.1]}
+    zero = Zero(
+        weights=WEIGHTS, groups=GROUPS, buffers=["counts"], shared={"head.weight": "embed.weight"}, schedule=saved
+    )
+    zero.write(tmp_path / "run", 1, 2)
+    if has_state_of_trainer:
+        (tmp_path / "run/trainer_state.json").write_text('{"global_step": 3}')
+    done = convert(tmp_path / "run", tmp_path / "out")
+    path = tmp_path / "out" / ("scheduler.pt" if has_state_of_trainer else "scheduler.bin")
+    assert torch.load(path) == saved
+    assert [each.code for each in done.problems] == ["FSDP-W415"] and "no random states" in done.problems[0].message
+
+
+def test_other_schedule_continues_after_the_steps(tmp_path: Path) -> None:
+    ZERO.write(tmp_path / "run", 1, 2)
+    first, _ = convert(tmp_path / "run", tmp_path / "out").problems
+    assert first.code == "FSDP-W415" and "continues after 3 steps" in first.message
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    schedule.load_state_dict(torch.load(tmp_path / "out/scheduler.bin"))
+    assert schedule.last_epoch == 3 and schedule.lr_lambdas[0](3) == 0.25
 
 
 def test_summary_has_step_ranks_and_version(tmp_path: Path) -> None:
-    ZERO.write(tmp_path, 3, 4)
-    summary = summarize(tmp_path)
-    assert (summary.step, summary.world_size, summary.format, summary.incomplete) == (STEP, 4, "deepspeed", None)
-    assert summary.ties == (("embed.weight", "head.weight"),) and summary.versions == {"deepspeed": "0.19.8"}
+    ZERO.write(tmp_path / "run", 3, 4)
+    convert(tmp_path / "run", tmp_path / "out")
+    summary = summarize(tmp_path / "out")
+    assert (summary.step, summary.world_size, summary.kind, summary.incomplete) == (STEP, 4, "sharded", None)
+    assert summary.ties == (("embed.weight", "head.weight"),) and summary.versions["deepspeed"] == "0.19.8"
+    assert summary.manifest is not None and summary.manifest.strategy == "full_shard"
 
 
 def test_step_of_a_group_is_that_of_its_parameters(tmp_path: Path) -> None:
     """Early versions of DeepSpeed's FusedAdam count the steps in the groups."""
-    place = ZERO.write(tmp_path, 1, 1)
+    place = ZERO.write(tmp_path / "run", 1, 1)
     change(place / f"bf16_zero_pp_rank_0_{OPTIMIZER}", count_in_groups)
-    optimizer = read_stored_optimizer(tmp_path)
-    assert optimizer is not None and "step" not in optimizer.groups[0]
+    convert(tmp_path / "run", tmp_path / "out")
+    _, optimizer = states_of(tmp_path / "out")
+    assert "step" not in optimizer.groups[0]
     assert [state["step"] for state in optimizer.state.values()] == [5] * 4
 
 
-def test_part_is_read_without_the_files_of_other_ranks(tmp_path: Path) -> None:
-    place = ZERO.write(tmp_path, 3, 4)
-    cut(place / f"bf16_zero_pp_rank_3_{OPTIMIZER}")
-    tensor = read_stored_model(tmp_path, partial=True).tensors["embed.weight"]
-    assert {piece.file for piece in tensor.within(boxes.Box((0, 0), (4, 5)))} == {
-        f"{place.name}/bf16_zero_pp_rank_{rank}_{OPTIMIZER}" for rank in (0, 1, 2)
-    }
-    with pytest.raises(CheckpointError, match=rf"rank_3_{OPTIMIZER}.*FSDP-E453"):
-        read_stored_model(tmp_path)
+def test_tools_refuse_it_with_the_command_that_converts_it(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ZERO.write(run, 2, 2)
+    torch.save({"other": torch.ones(1)}, run / "pytorch_model.bin")
+    found = verify(run, config_check=False).problems
+    assert [each.code for each in found] == ["FSDP-E417"]
+    assert f"`hf-fsdp convert {run} --out {run}-fsdp`" in found[0].fix
+    for read in (read_stored_model, read_stored_optimizer, summarize):
+        with pytest.raises(CheckpointError, match="FSDP-E417"):
+            read(run)
+    with pytest.raises(CheckpointError, match="FSDP-E417"):
+        merge(run, tmp_path / "merged", MergeOptions())
 
 
 def test_checkpoint_of_this_package_replaces_that_of_deepspeed(tmp_path: Path) -> None:
@@ -132,6 +193,7 @@ def test_weights_that_were_kept_without_their_tag_are_read(tmp_path: Path) -> No
     (tmp_path / "latest").write_text("global_step9")
     torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")
     assert read_stored_model(tmp_path).format == "bin" and read_stored_optimizer(tmp_path) is None
+    assert read_engines(tmp_path) == []
 
 
 def cut(path: Path) -> None:
@@ -245,19 +307,30 @@ def test_damaged_checkpoint_is_refused_and_nothing_is_written(
     run.mkdir()
     apply(ZERO.write(run, 3, 2))
     before = sorted(tmp_path.rglob("*"))
-    found = completeness_problems(run)
+    with pytest.raises(CheckpointError) as caught:
+        convert(run, tmp_path / "out")
+    found = caught.value.problems
     assert {each.code for each in found} == {code} and all(each.fix and each.origin for each in found)
-    assert place in str(CheckpointError(found))
-    with pytest.raises(CheckpointError, match="FSDP-E483"):
-        merge(run, tmp_path / "merged", MergeOptions())
+    assert place in str(caught.value)
     assert sorted(tmp_path.rglob("*")) == before and not (tmp_path / "executed").exists()
 
 
-def test_merge_keeps_files_that_contain_the_optimizer(tmp_path: Path) -> None:
-    names = [path.name for path in ZERO.write(tmp_path / "run", 2, 2).iterdir()]
-    result = merge(tmp_path / "run", tmp_path / "out", MergeOptions(delete_input=True))
-    assert not result.deleted and "FSDP-E487" in [problem.code for problem in result.problems]
-    assert [path.name for path in (tmp_path / "run" / "global_step3").iterdir()] == names
+@pytest.mark.parametrize(
+    ("out", "code"), [("run", "FSDP-E480"), ("run/inside", "FSDP-E480"), (".", "FSDP-E480"), ("full", "FSDP-E481")]
+)
+def test_output_overwrites_nothing(tmp_path: Path, out: str, code: str) -> None:
+    ZERO.write(tmp_path / "run", 1, 1)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=code):
+        convert(tmp_path / "run", tmp_path / out)
+    assert (tmp_path / "full/notes.txt").read_text() == "mine"
+
+
+def test_folder_without_files_of_deepspeed_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with pytest.raises(CheckpointError, match="FSDP-E451"):
+        convert(tmp_path / "run", tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -268,8 +341,9 @@ def test_merge_keeps_files_that_contain_the_optimizer(tmp_path: Path) -> None:
     ],
     ids=["elastic", "without ZeRO"],
 )
-def test_optimizer_without_names_is_refused(tmp_path: Path, stage: int, file: str, edit: Callable[[Any], Any]) -> None:
-    change(ZERO.write(tmp_path, stage, 1) / file, edit)
-    assert list(read_stored_model(tmp_path).tensors) == list(WEIGHTS)
-    with pytest.raises(CheckpointError, match="FSDP-E416"):
-        read_stored_optimizer(tmp_path)
+def test_optimizer_without_names_is_reported(tmp_path: Path, stage: int, file: str, edit: Callable[[Any], Any]) -> None:
+    change(ZERO.write(tmp_path / "run", stage, 1) / file, edit)
+    problems = convert(tmp_path / "run", tmp_path / "out").problems
+    assert "optimizer whose state is not converted" in problems[1].message and problems[1].code == "FSDP-W415"
+    assert sorted(read_stored_model(tmp_path / "out").tensors) == sorted(WEIGHTS)
+    assert read_stored_optimizer(tmp_path / "out") is None

@@ -1,0 +1,50 @@
+"""What ``hf-fsdp launch`` hands over to its ranks: the settings that it has read and checked, and its options."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hf_fsdp_plugin.rank_variables import LAUNCH_VARIABLE
+from hf_fsdp_plugin.sources.interface import SourceSettings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchHandover:
+    """The settings that the launcher has read and checked, and its options. A rank reads no source again.
+
+    Attributes:
+        given: the settings of each source, with their origins and problems, highest precedence first.
+        quiet: whether the ranks print errors only.
+        report: absolute path of the report; ``None`` for the default path.
+        report_table: whether the tables of the report are printed, instead of a summary.
+    """
+
+    given: tuple[SourceSettings, ...]
+    quiet: bool = False
+    report: str | None = None
+    report_table: bool = False
+
+    def to_env(self) -> dict[str, str]:
+        """Return the variables to add to a rank's environment."""
+        options = {"quiet": self.quiet, "report": self.report, "report_table": self.report_table}
+        return {LAUNCH_VARIABLE: json.dumps({"given": [source.to_json() for source in self.given], **options})}
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> LaunchHandover | None:
+        """Return the handover in `environ`; ``None`` if ``hf-fsdp launch`` did not start this process.
+
+        Raises:
+            ValueError: the variable does not contain a handover.
+        """
+        if (text := environ.get(LAUNCH_VARIABLE)) is None:
+            return None
+        try:
+            content = json.loads(text)
+            return cls(given=tuple(SourceSettings.from_json(source) for source in content.pop("given")), **content)
+        except (AttributeError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"the environment variable {LAUNCH_VARIABLE} does not contain a launcher's handover ({error!r}). "
+                f"Unset it: only commands of `hf-fsdp` that start ranks set it."
+            ) from error
