@@ -21,7 +21,7 @@ _EXPORTS = {
     "integrations.moving_average": ("ExponentialMovingAverage",),
     "tools.profile.callback": ("ProfilerCallback",),
     "integrations.resuming": ("newest_checkpoint",),
-    "integrations.run_report": ("report",),
+    "integrations.reports": ("report",),
     "integrations.transformers.loading": ("from_pretrained",),
     "integrations.transformers.trainer": (
         "ExponentialMovingAverageCallback",
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from hf_fsdp_plugin.integrations.install import install as install
     from hf_fsdp_plugin.integrations.install import uninstall as uninstall
     from hf_fsdp_plugin.integrations.moving_average import ExponentialMovingAverage as ExponentialMovingAverage
+    from hf_fsdp_plugin.integrations.reports import report as report
     from hf_fsdp_plugin.integrations.resuming import newest_checkpoint as newest_checkpoint
-    from hf_fsdp_plugin.integrations.run_report import report as report
     from hf_fsdp_plugin.integrations.transformers.loading import from_pretrained as from_pretrained
     from hf_fsdp_plugin.integrations.transformers.trainer import (
         ExponentialMovingAverageCallback as ExponentialMovingAverageCallback,

@@ -2,5 +2,5 @@
 
 ``install`` replaces functions of these libraries in this process, as listed in ``hooks.yaml``. ``accelerator`` and
 ``FsdpTrainer`` do the same for one object. All of them plan and shard models in ``accelerate/prepare.py``.
-``run_report.py`` writes the report at the end.
+``accelerate/run_report.py`` writes the report at the end.
 """

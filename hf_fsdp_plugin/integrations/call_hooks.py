@@ -36,17 +36,17 @@ def record_collective(original: Function) -> Function:
     """Record a method of ``ProcessGroup`` that starts a collective."""
     name = original.__name__
     operation, position = next(found for names, found in COLLECTIVES.items() if name in names.split("|"))
-    blocks = name == "monitored_barrier"
+    blocks, calls = name == "monitored_barrier", record()  # which the process keeps
 
     def call(group: Any, *args: Any, **kwargs: Any) -> Any:
-        if not record().is_open:
+        if not calls.is_open:
             return original(group, *args, **kwargs)
         tensors = args[position] if position is not None and len(args) > position else None
-        number = record().begin(group, operation, tensors)
+        number = calls.begin(group, operation, tensors)
         if blocks:
             return _waiting(number, original, group, *args, **kwargs)
         work = original(group, *args, **kwargs)
-        record().started(work, number)
+        calls.started(work, number)
         return work
 
     return call
@@ -54,18 +54,18 @@ def record_collective(original: Function) -> Function:
 
 def record_message(original: Function) -> Function:
     """Record a method of ``ProcessGroup`` that starts a send or a receive."""
-    name = original.__name__
+    name, calls = original.__name__, record()
 
     def call(group: Any, *args: Any, **kwargs: Any) -> Any:
-        if not record().is_open:
+        if not calls.is_open:
             return original(group, *args, **kwargs)
         import torch.distributed
 
         peer = torch.distributed.get_global_rank(group, args[1])
         operation = f"{name} {'to' if name == 'send' else 'from'} rank {peer}"
-        number = record().begin_named(POINT_TO_POINT, operation, peer)
+        number = calls.begin_named(POINT_TO_POINT, operation, peer)
         work = original(group, *args, **kwargs)
-        record().started(work, number)
+        calls.started(work, number)
         return work
 
     return call
@@ -74,11 +74,13 @@ def record_message(original: Function) -> Function:
 def record_wait(original: Function) -> Function:
     """Record that this rank waits for a ``Work``, and call the observers."""
 
+    calls = record()
+
     def call(work: Any, *args: Any, **kwargs: Any) -> Any:
         with observers().call("wait"):
-            if not record().is_open:
+            if not calls.is_open:
                 return original(work, *args, **kwargs)
-            return _waiting(record().position_of(work), original, work, *args, **kwargs)
+            return _waiting(calls.position_of(work), original, work, *args, **kwargs)
 
     return call
 
@@ -146,22 +148,23 @@ def reduction_of_unit(original: Function) -> Function:
 
 
 def _of_unit(unit: Any, original: Function, *args: Any, **kwargs: Any) -> Any:
-    if not record().is_open:
+    calls = record()
+    if not calls.is_open:
         return original(*args, **kwargs)
-    before = record().unit
-    record().unit = unit_name(unit)
+    before, calls.unit = calls.unit, unit_name(unit)
     try:
         return original(*args, **kwargs)
     finally:
-        record().unit = before
+        calls.unit = before
 
 
 def _waiting(number: int, original: Function, *args: Any, **kwargs: Any) -> Any:
-    record().waits(number)
+    calls = record()
+    calls.waits(number)
     try:
         return original(*args, **kwargs)
     finally:
-        record().waited()
+        calls.waited()
 
 
 if TYPE_CHECKING:  # the launcher imports this module without torch

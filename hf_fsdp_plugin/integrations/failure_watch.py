@@ -34,7 +34,7 @@ from hf_fsdp_plugin.state import process
 
 
 class Watch:
-    """Registers this process as a rank: its files, handlers and thread, until its end or :meth:`disarm`.
+    """Registers this process as a rank: its files, handlers and thread, until its end or :meth:`close`.
 
     Attributes:
         own: this rank, once it is armed.

@@ -11,7 +11,8 @@ from typing import Any
 
 from hf_fsdp_plugin.backends.ranks.cluster import slurm_variables
 from hf_fsdp_plugin.devices import accelerator_type, select_device
-from hf_fsdp_plugin.integrations import observing, patching, resuming, run_report
+from hf_fsdp_plugin.integrations import observing, patching, resuming
+from hf_fsdp_plugin.integrations.accelerate.run_report import RunReporter
 from hf_fsdp_plugin.integrations.before_imports import may_be_rank
 from hf_fsdp_plugin.integrations.failure_watch import watch
 from hf_fsdp_plugin.integrations.session import session
@@ -107,7 +108,7 @@ def install(
             # time-out is applied when a script gives one.
             PartialState(cpu=cpu)
     if not is_child:
-        process.get(run_report.RunReporter)
+        process.get(RunReporter)
     observing.attach_named(spec)
     return state.ambient
 

@@ -23,9 +23,7 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_plugin.backends.ranks.agreement import broadcast_object, on_all_ranks
 from hf_fsdp_plugin.checkpoint.shards import ModelShards
 from hf_fsdp_plugin.checkpoint.writing.state_files import gathered_state
-from hf_fsdp_plugin.integrations.accelerate.plugin import planned_plugin
 from hf_fsdp_plugin.integrations.session import attributes_in_block
-from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import format_names
@@ -172,92 +170,3 @@ def refuse_if_sharded(original: Callable[..., Any], tuner: Any, *args: Any, **kw
     fix = "Save the adapters (trainer.save_model, or save_pretrained on all ranks), and merge them in one process: "
     fix += "PeftModel.from_pretrained(base_model, folder).merge_and_unload()."
     raise SpecError([Problem(code="FSDP-E631", message=message, fix=fix)])
-
-
-def update_fsdp_plugin_peft(original: Callable[..., None], model: Any, accelerator: Any) -> None:
-    """Assign PEFT's policy, unless a source or the script has set a wrap policy, and report that it is not used.
-
-    Assignments override the sources, but this one is not the user's choice: the Trainer makes it for every PEFT model.
-    """
-    plugin = planned_plugin(accelerator)
-    if plugin is None or not (plugin.spec.asked("wrap.policy") or "auto_wrap_policy" in plugin.assigned):
-        original(model, accelerator)
-    elif plugin.spec.wrap.policy != "transformer" and "auto_wrap_policy" not in plugin.assigned:
-        origin = plugin.spec.origin("wrap.policy")
-        message = f"{origin.written} is used instead of PEFT's policy, which makes each layer a unit."
-        fix = "Remove it to use PEFT's policy, which the Trainer assigns for models with adapters."
-        print_once(Problem(code="FSDP-N680", setting="wrap.policy", origin=origin, message=message, fix=fix))
-
-
-_BLOCK, _NESTED_BLOCK = 64, 256
-"""Elements that share a scale in bitsandbytes' 4-bit weights, and scales that share one if they are nested."""
-
-
-def with_lora(model: nn.Module, *, rank: int, quantized: bool) -> nn.Module:
-    """Return the model with LoRA adapters on all linear layers but the head. Other parameters are frozen.
-
-    Args:
-        model: on the meta device. It is changed.
-        quantized: whether the weights of these layers are stored in 4 bits (NF4 with nested scales), which every
-            forward and backward expands to the compute dtype. The scales are not sharded.
-
-    Raises:
-        SpecError: PEFT is not installed (FSDP-E727).
-    """
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        message = "--lora-rank and --qlora need the package peft, which is not installed."
-        fix = "Run pip install peft, or leave them out."
-        raise SpecError([Problem(code="FSDP-E727", message=message, fix=fix)]) from error
-    if quantized:
-        _pack_linears(model)
-    name = type(model).__name__
-    task = "CAUSAL_LM" if name.endswith(("ForCausalLM", "LMHeadModel")) else None
-    task = "SEQ_CLS" if name.endswith("ForSequenceClassification") else task
-    config = LoraConfig(r=rank, target_modules="all-linear", task_type=task)
-    with torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # PEFT reads a deprecated attribute of Transformers
-        adapted: nn.Module = get_peft_model(model, config)
-    return adapted
-
-
-class _Expand(torch.autograd.Function):
-    """A product with a packed weight. Only the packed form is kept for the backward (bitsandbytes' ``MatMul4Bit``)."""
-
-    @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, out_features: int) -> torch.Tensor:
-        ctx.shape = (out_features, inputs.shape[-1])
-        return inputs @ inputs.new_empty(ctx.shape).t()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        (grad,) = grads
-        return grad @ grad.new_empty(ctx.shape), None
-
-
-class PackedLinear(nn.Linear):
-    """A linear layer with a weight of 4 bits per element, stored in a tensor of the compute dtype."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        numel, itemsize = layer.weight.numel(), layer.weight.element_size()
-        scales = -(-numel // _BLOCK)
-        with torch.device("meta"):
-            super().__init__(layer.in_features, layer.out_features, bias=False, dtype=layer.weight.dtype)
-            packed = torch.empty(-(-numel // (2 * itemsize)), 1, dtype=layer.weight.dtype)
-            self.register_buffer("scales", torch.empty(scales, dtype=torch.uint8), persistent=False)
-            self.register_buffer("nested_scales", torch.empty(-(-scales // _NESTED_BLOCK)), persistent=False)
-        self.weight = nn.Parameter(packed, requires_grad=False)
-        self.bias = layer.bias
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = _Expand.apply(inputs, self.out_features)
-        return output if self.bias is None else output + self.bias
-
-
-def _pack_linears(model: nn.Module) -> None:
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and child is not head:
-                setattr(parent, name, PackedLinear(child))

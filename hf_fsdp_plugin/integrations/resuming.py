@@ -30,7 +30,7 @@ from hf_fsdp_plugin.checkpoint.names import ACCELERATE_RNG, TRAINER_RNG
 from hf_fsdp_plugin.checkpoint.reading.states import check_states
 from hf_fsdp_plugin.hangs.calls import record
 from hf_fsdp_plugin.hangs.watch_files import RankFiles
-from hf_fsdp_plugin.integrations.accelerate.batches import samples_problem
+from hf_fsdp_plugin.integrations.samples import samples_problem
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import current_run
 from hf_fsdp_plugin.messages import print_once

@@ -20,19 +20,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_fsdp_plugin.backends.optimizers.parameters import owner_of
 from hf_fsdp_plugin.backends.ranks.agreement import collective_call, gather_objects, on_all_ranks
-from hf_fsdp_plugin.backends.sharding.shard import ModuleLocation, locate_module, plan_of
+from hf_fsdp_plugin.backends.sharding.shard import ModuleLocation, locate_module
 from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest
 from hf_fsdp_plugin.checkpoint.names import HF_MODEL
 from hf_fsdp_plugin.checkpoint.shards import ModelShards, model_shards, shards_below
 from hf_fsdp_plugin.checkpoint.writing.manager import CheckpointManager
 from hf_fsdp_plugin.checkpoint.writing.state_files import gathered_state, manifest_of
-from hf_fsdp_plugin.integrations.accelerate.private import prepared_models, prepared_optimizers
 from hf_fsdp_plugin.integrations.session import attributes_in_block, session
 from hf_fsdp_plugin.observe.first_step import warn_added
 from hf_fsdp_plugin.plan.names import unwrapped
-from hf_fsdp_plugin.spec.fsdp_spec import StateDictKind
 from hf_fsdp_plugin.state import process
 
 _HF_WEIGHTS: Final = re.compile(rf"{HF_MODEL}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?")
@@ -65,29 +62,6 @@ def remove_stale_weights(folder: Path) -> None:
     for path in folder.glob(f"{HF_MODEL}*"):
         if _HF_WEIGHTS.fullmatch(path.name) and path.name not in new:
             path.unlink()
-
-
-def prepare_buffers_after_first_step(accelerator: Any, kind: StateDictKind) -> None:
-    """After the first optimizer step, start to allocate the memory of asynchronous saves in the background.
-
-    Before the first step, an optimizer has no state, so the size of the save is unknown.
-    """
-    if not prepared_optimizers(accelerator):
-        return
-
-    is_prepared = False
-
-    def prepare(*_: Any) -> None:
-        nonlocal is_prepared
-        if is_prepared:
-            return
-        is_prepared = True
-        models = [model for model in prepared_models(accelerator) if plan_of(model) is not None]
-        optimizers = [wrapper.optimizer for wrapper in prepared_optimizers(accelerator)]
-        owners = [(owner_of(optimizer, models), optimizer) for optimizer in optimizers]
-        manager().prepare_buffers(models, [(owner, each) for owner, each in owners if owner is not None], kind)
-
-    prepared_optimizers(accelerator)[-1].optimizer.register_step_post_hook(prepare)
 
 
 class GatheredModels:

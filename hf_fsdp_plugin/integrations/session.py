@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from hf_fsdp_plugin.runs.identity import RunIdentity
 from hf_fsdp_plugin.runs.restart_policy import Restarts
@@ -20,19 +19,8 @@ from hf_fsdp_plugin.spec.load import add_settings, combine
 from hf_fsdp_plugin.state import process
 from hf_fsdp_plugin.torch_private.modules import entries_in_block
 
-T = TypeVar("T")
 _OTHER_RUNS: Final = frozenset({"FSDP-E120", "FSDP-E121", "FSDP-E122"})
 """Codes of the problems that the settings are for another engine, for fp8 or for another kind of parallelism."""
-
-
-@contextmanager
-def context_in_block(variable: ContextVar[T], value: T) -> Iterator[None]:
-    """Set a context variable in the block."""
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
 
 
 class OuterCalls(threading.local):

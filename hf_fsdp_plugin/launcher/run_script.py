@@ -61,7 +61,7 @@ def run_rank(script: str, args: Sequence[str], *, module: bool = False, **option
         if not is_failure(error):
             watch().script_ended()
             raise
-        from hf_fsdp_plugin.integrations.run_report import RunReporter
+        from hf_fsdp_plugin.integrations.accelerate.run_report import RunReporter
 
         process.end(RunReporter)
         watch().failed(error)

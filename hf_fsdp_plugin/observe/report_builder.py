@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -15,8 +16,8 @@ from hf_fsdp_plugin.axes import MODEL_AXES
 from hf_fsdp_plugin.backends.ranks.agreement import gather_equal_objects, gather_objects, on_all_ranks
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.contracts import off_warning, off_without
+from hf_fsdp_plugin.observe import run_checks, weights
 from hf_fsdp_plugin.observe import units as live_units
-from hf_fsdp_plugin.observe import weights
 from hf_fsdp_plugin.observe.first_step import FirstStep, added_parameters, recorded_first_step
 from hf_fsdp_plugin.observe.observed_run import JsonObject, ObservedRun, check_settings
 from hf_fsdp_plugin.observe.report import BatchShape, MemoryRow, Report, ReportRow
@@ -24,9 +25,7 @@ from hf_fsdp_plugin.observe.setting_readers import observe_settings
 from hf_fsdp_plugin.observe.unit_readers import axis_size
 from hf_fsdp_plugin.observe.weights import optimizers_of, unwrapped_optimizer
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
-from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.text import format_names, plural
 
 _PACKAGES = ("torch", "transformers", "accelerate")
 
@@ -55,88 +54,39 @@ def build_report(
     Raises:
         SpecError: the model cannot be read on some rank. All ranks raise it, and the message names the rank.
     """
-    inner = [found for optimizer in optimizers if (found := unwrapped_optimizer(optimizer)) is not None]
     with on_all_ranks("reading the live model"):
-        first_step = recorded_first_step(model)
-        units = live_units.observe_units(model)
-        unchanged = weights.unchanged_parameters(first_step.shard_hashes, first_step.later_hashes, units)
-        memory = live_units.observe_memory(model, units, inner, first_step.grads_bytes)
-        num_unmanaged = sum(parameter.numel() for parameter in live_units.unmanaged_parameters(model, units))
-        names = weights.names_of_parts(model, units)
-        batches = batch, observed_batch(batch, first_step)
-        infinite = weights.infinite_parts(units)
-        hashes = first_step.shard_hashes or {}
-        # The parts of this rank that are trained: a rank may have none.
-        trained = {key for key, value in hashes.items() if value is not None}
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        # The units compute on this device; offloaded shards are on another one.
-        devices = [device for unit in units if (device := unit.live.known("device")) is not None]
-        devices += [parameter.device for parameter in model.parameters()]
-        own: dict[str, Any] = {
-            "rank": rank,
-            "host": socket.gethostname(),
-            "device": str(next(iter(devices), "cpu")),
-            "num_local_params": sum(unit.num_local_params for unit in units) + num_unmanaged,
-            "weights_changed": bool(trained - unchanged) if trained and unchanged is not None else None,
-            **memory,
-        }
-    ranks = gather_objects(own)
-    found_by_rank = gather_equal_objects((unchanged, infinite, first_step.options, batches))
-    known = [found[0] for found in found_by_rank if found[0] is not None]
-    untouched = frozenset.intersection(*known) if known else frozenset()
-    training = {
-        "steps": first_step.num_steps,
-        "examined_steps": len(first_step.later_hashes),
-        "trained_parameters": len(hashes) if known else None,
-        "changed_parameters": len(hashes) - len(untouched) if known else None,
-        "unchanged_parameters": sorted(names[key] for key in untouched),
-    }
-    device_type = own["device"].partition(":")[0]
-    loads = plan.ram_efficient or plan.sync_module_states
+        facts = _read_rank(model, optimizers, batch)
+    ranks = gather_objects(facts.row)
+    shared = gather_equal_objects(facts.shared)
+    training = _training_of_ranks(facts, [each.unchanged for each in shared])
+    device_type, units = facts.row["device"].partition(":")[0], facts.units
     replicated = any(unit.live.known("replicate_size", 1) > 1 for unit in units)
-    compare = off_without(None)(weights.compare_weights)
-    compared = compare(model, units, first_step.first_bit_sum) if loads or replicated else None
+    compared = None
+    if plan.ram_efficient or plan.sync_module_states or replicated:
+        compared = off_without(None)(weights.compare_weights)(model, units, facts.first_step.first_bit_sum)
     with on_all_ranks("comparing the live model with the plan"):
         structure = (
             live_units.StructureComparison() if plan.pre_sharded else live_units.compare_structure(model, units, plan)
         )
-        structure = replace(structure, added=tuple(added_parameters(model)))
         run = ObservedRun(
             model=model,
             plan=plan,
             units=units,
             world_size=len(ranks),
             device_type=device_type,
-            rank=rank,
-            structure=structure,
+            rank=facts.row["rank"],
+            structure=replace(structure, added=tuple(added_parameters(model))),
             num_hosts=len({row["host"] for row in ranks}),
-            first_step=first_step,
+            first_step=facts.first_step,
             state_dict=state_dict,
             state_dict_reason=state_dict_reason,
             saved_asynchronously=saved_asynchronously,
             weights=compared,
         )
-        settings = observe_settings(run)
-        unknown = {error.reason: error for unit in units for error in unit.live.unknown.values()}
-        problems = [
-            *map(off_warning, unknown.values()),
-            *check_structure(units, plan, trained=model.training or first_step.num_steps > 0),
-            *weights.check_optimizers(model, units, inner, prepared_ids=first_step.optimized_ids),
-            *weights.check_shared(inner, first_step.alternating),
-            *check_training(run, training, prepared=bool(inner)),
-            *check_options([found[2] for found in found_by_rank]),
-            *check_values([names[key] for key in sorted(frozenset().union(*(found[1] for found in found_by_rank)))]),
-        ]
+        settings, problems = observe_settings(run), _check_run(run, facts, training, shared)
     settings, problems = _merge_ranks(settings, problems)
-    mesh = {"replicate": len(ranks), "shard": 1}
-    if (sharded := next((unit.live for unit in units if unit.num_params), None)) is not None:
-        # 0 is a size that the installed torch does not show.
-        others = {axis: size for axis in MODEL_AXES if (size := axis_size(run, axis)) > 1}
-        shard = sharded.known("shard_size", 0) // others.get("context", 1)
-        mesh = {"replicate": sharded.known("replicate_size", 0), "shard": shard} | others
-    batch, batch_problems = batch_of_ranks([found[3] for found in found_by_rank], mesh["replicate"] * mesh["shard"])
-    problems += batch_problems
-    problems = [*plan.problems, *check_settings(settings, plan), *problems]
+    mesh = _mesh_of(run)
+    batch, of_batch = run_checks.batch_of_ranks([each.batches for each in shared], mesh["replicate"] * mesh["shard"])
     unsharded = "ddp" if isinstance(model, nn.parallel.DistributedDataParallel) else "none"
     return Report(
         backend=" and ".join(f"fsdp{number}" for number in sorted({unit.live.version for unit in units})) or unsharded,
@@ -145,15 +95,127 @@ def build_report(
         mesh=mesh,
         device=device_type,
         units=units,
-        num_params=sum(unit.num_params for unit in units) + num_unmanaged,
+        num_params=sum(unit.num_params for unit in units) + facts.num_unmanaged,
         settings=tuple(map(ReportRow, settings)),
-        memory=MemoryRow(memory),
+        memory=MemoryRow(facts.memory),
         ranks=tuple(map(MemoryRow, ranks)),
-        problems=tuple(problems),
+        problems=(*plan.problems, *check_settings(settings, plan), *problems, *of_batch),
         batch=batch,
         training=ReportRow(training),
         versions={name: version(name) for name in _PACKAGES},
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _SharedFacts:
+    """What all ranks need of each rank. Equal on most of them.
+
+    Attributes:
+        unchanged: keys of the shards that no step has changed; ``None`` if this is unknown.
+        infinite: keys of the shards that contain NaN or infinity.
+        options: of optimizers, see ``FirstStep``.
+        batches: the input of a step that the arguments give, and the observed one.
+    """
+
+    unchanged: frozenset[tuple[int, int]] | None
+    infinite: frozenset[tuple[int, int]]
+    options: Mapping[tuple[int, str, str], Any]
+    batches: tuple[BatchShape | None, BatchShape | None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _RankFacts:
+    """What a rank reads off its live model.
+
+    Attributes:
+        optimizers: torch's optimizers, without those that wrap them.
+        names: key of a shard -> its name.
+        num_unmanaged: elements of the parameters in no unit.
+        row: the rank's row in the report.
+    """
+
+    first_step: FirstStep
+    units: tuple[live_units.UnitObservation, ...]
+    optimizers: Sequence[torch.optim.Optimizer]
+    names: Mapping[tuple[int, int], str]
+    num_unmanaged: int
+    memory: JsonObject
+    row: JsonObject
+    shared: _SharedFacts
+
+
+def _read_rank(model: nn.Module, optimizers: Sequence[Any], batch: BatchShape | None) -> _RankFacts:
+    inner = [found for optimizer in optimizers if (found := unwrapped_optimizer(optimizer)) is not None]
+    first_step, units = recorded_first_step(model), live_units.observe_units(model)
+    unchanged = weights.unchanged_parameters(first_step.shard_hashes, first_step.later_hashes, units)
+    memory = live_units.observe_memory(model, units, inner, first_step.grads_bytes)
+    num_unmanaged = sum(parameter.numel() for parameter in live_units.unmanaged_parameters(model, units))
+    # The parts of this rank that are trained: a rank may have none.
+    trained = {key for key, value in (first_step.shard_hashes or {}).items() if value is not None}
+    # The units compute on this device; offloaded shards are on another one.
+    devices = [device for unit in units if (device := unit.live.known("device")) is not None]
+    devices += [parameter.device for parameter in model.parameters()]
+    row = {
+        "rank": dist.get_rank() if dist.is_initialized() else 0,
+        "host": socket.gethostname(),
+        "device": str(next(iter(devices), "cpu")),
+        "num_local_params": sum(unit.num_local_params for unit in units) + num_unmanaged,
+        "weights_changed": bool(trained - unchanged) if trained and unchanged is not None else None,
+        **memory,
+    }
+    batches = batch, run_checks.observed_batch(batch, first_step)
+    return _RankFacts(
+        first_step=first_step,
+        units=units,
+        optimizers=inner,
+        names=weights.names_of_parts(model, units),
+        num_unmanaged=num_unmanaged,
+        memory=memory,
+        row=row,
+        shared=_SharedFacts(unchanged, weights.infinite_parts(units), first_step.options, batches),
+    )
+
+
+def _training_of_ranks(facts: _RankFacts, unchanged: Sequence[frozenset[tuple[int, int]] | None]) -> JsonObject:
+    """Return what the steps have changed, on all ranks."""
+    known = [found for found in unchanged if found is not None]
+    untouched, hashes = frozenset.intersection(*known) if known else frozenset(), facts.first_step.shard_hashes or {}
+    return {
+        "steps": facts.first_step.num_steps,
+        "examined_steps": len(facts.first_step.later_hashes),
+        "trained_parameters": len(hashes) if known else None,
+        "changed_parameters": len(hashes) - len(untouched) if known else None,
+        "unchanged_parameters": sorted(facts.names[key] for key in untouched),
+    }
+
+
+def _check_run(
+    run: ObservedRun, facts: _RankFacts, training: JsonObject, shared: Sequence[_SharedFacts]
+) -> list[Problem]:
+    """Return the problems that this rank finds, but those of settings and batches."""
+    first_step, model, units = facts.first_step, run.model, run.units
+    unknown = {error.reason: error for unit in units for error in unit.live.unknown.values()}
+    infinite = frozenset().union(*(each.infinite for each in shared))
+    return [
+        *map(off_warning, unknown.values()),
+        *run_checks.check_structure(units, run.plan, trained=model.training or first_step.num_steps > 0),
+        *weights.check_optimizers(model, units, facts.optimizers, prepared_ids=first_step.optimized_ids),
+        *weights.check_shared(facts.optimizers, first_step.alternating),
+        *run_checks.check_training(run, training, prepared=bool(facts.optimizers)),
+        *run_checks.check_options([each.options for each in shared]),
+        *run_checks.check_values([facts.names[key] for key in sorted(infinite)]),
+    ]
+
+
+def _mesh_of(run: ObservedRun) -> dict[str, int]:
+    """Return the sizes of the axes of the live model's meshes."""
+    sharded = next((unit.live for unit in run.units if unit.num_params), None)
+    if sharded is None:
+        return {"replicate": run.world_size, "shard": 1}
+    # 0 is a size that the installed torch does not show.
+    others = {axis: size for axis in MODEL_AXES if (size := axis_size(run, axis)) > 1}
+    shard = sharded.known("shard_size", 0) // others.get("context", 1)
+    return {"replicate": sharded.known("replicate_size", 0), "shard": shard} | others
 
 
 def build_report_of_trained(models: Sequence[Any], optimizers: Sequence[Any] = (), **facts: Any) -> Report:
@@ -191,157 +253,6 @@ def _find_plan(model: Any) -> FsdpPlan | None:
         message = f"report() takes a prepared model, an Accelerator or a Trainer, not {type(model).__name__}."
         raise SpecError([Problem(code="FSDP-E507", message=message)])
     return next((plan for module in model.modules() if (plan := plan_of(module)) is not None), None)
-
-
-def check_training(run: ObservedRun, training: Mapping[str, Any], *, prepared: bool) -> list[Problem]:
-    """Check that the run trained what the plan trains, with constant batches.
-
-    Args:
-        training: what the steps changed, on all ranks.
-        prepared: whether an optimizer of the model was prepared.
-    """
-    first_step, frozen, problems = run.first_step, run.structure.frozen, []
-
-    def add(code: str, message: str, fix: str = "") -> None:
-        problems.append(Problem(code=code, message=message, fix=fix))
-
-    if prepared and not training["steps"] and first_step.num_backwards > 1:
-        message = f"{first_step.num_backwards} backwards, but no optimizer step was observed: the weights are those of "
-        fix = "Call step() of the prepared optimizer after each backward, or after the last one of those whose "
-        add("FSDP-E515", f"{message}the beginning.", f"{fix}gradients are accumulated.")
-    if training["trained_parameters"] and not training["changed_parameters"]:
-        fix = "Check that step() of the prepared optimizer updates the parameters of the prepared model."
-        add("FSDP-E510", f"{first_step.num_steps} optimizer steps have changed no weight of the model.", fix)
-    if training["steps"] and first_step.num_without_rate == first_step.num_steps:
-        message = (
-            f"the learning rate was 0 in all {plural(first_step.num_steps, 'optimizer step')}: no weight was trained."
-        )
-        add("FSDP-W519", message, "Check the learning rate and its schedule.")
-    if first_step.num_evaluating and (mode_dependent := _mode_dependent(run.model)):
-        message = f"the model was in eval mode in {first_step.num_evaluating} of {training['steps']} steps, in which "
-        message += f"{format_names(mode_dependent, 2)} did not act as in training."
-        add("FSDP-W516", message, "Call model.train() before the training, and again after each evaluation.")
-    if frozen:
-        message = f"{len(frozen)} parameters were trainable in prepare() and are frozen now: "
-        fix = "Freeze parameters before prepare(): FSDP then reserves no memory for their gradients."
-        add("FSDP-W511", f"{message}{format_names(frozen, 2)}.", fix)
-    for numbers, what in (
-        (first_step.batch_sizes.values, "the batch size of a forward"),
-        (first_step.accumulation.values, "the number of forwards per optimizer step"),
-    ):
-        if len(numbers) > 1:
-            changed = f"{what} changed during the run: {', then '.join(map(str, numbers))}."
-            add("FSDP-W512", f"{changed} The report's effective batch size holds for a part of it.")
-    return problems
-
-
-def observed_batch(batch: BatchShape | None, first_step: FirstStep) -> BatchShape | None:
-    """Return the input of a step as this rank has observed it, if that is smaller than what the arguments give.
-
-    More rows or forwards may be pairs of samples, or several forwards of the same samples. Fewer rows may be packed
-    samples. If the batch size is another dimension of the inputs, the rows are no samples.
-    """
-    if batch is None:
-        return None
-    rows, forwards = first_step.batch_sizes.constant, first_step.accumulation.constant or batch.accumulation
-    if rows is None or first_step.is_packed or batch.per_device in first_step.input_sizes:
-        rows = batch.per_device
-    if rows * forwards >= batch.per_device * batch.accumulation:
-        return batch
-    return replace(batch, per_device=min(rows, batch.per_device), accumulation=min(forwards, batch.accumulation))
-
-
-def batch_of_ranks(
-    batches: Sequence[tuple[BatchShape | None, BatchShape | None]], num_data_ranks: int
-) -> tuple[BatchShape | None, list[Problem]]:
-    """Return the input of a step of all ranks, and a warning for each way in which it is not the requested one.
-
-    Args:
-        batches: for each rank, what the arguments give, and what was observed.
-        num_data_ranks: number of ranks that read different samples.
-    """
-    asked, found = min(batches, key=lambda each: each[1] == each[0])  # of a rank on which they differ, if there is one
-    if asked is None or found is None:
-        return None, []
-    problems = []
-    if found.accumulation < asked.accumulation:
-        message = (
-            f"{asked.accumulation} forwards per optimizer step were requested, but {found.accumulation} was observed."
-        )
-        fix = "In a loop, run each batch in the block `with accelerator.accumulate(model):`."
-        problems.append(Problem(code="FSDP-W512", message=message, fix=fix))
-    if found.per_device < asked.per_device:
-        rows = plural(found.per_device, "row")
-        message = f"{asked.per_device} samples per forward were requested, but {rows} was observed."
-        fix = "Check whether the collator, or the code before the forward, drops samples. If it packs them in one row, "
-        fix += "pass position_ids: otherwise tokens attend to the other samples of the row."
-        problems.append(Problem(code="FSDP-W512", message=message, fix=fix))
-    sizes = [each.per_device * each.accumulation for _, each in batches if each is not None]
-    if len(sizes) == len(batches) and len(set(sizes)) > 1:
-        message = f"the ranks have batches of different sizes: {min(sizes)} to {max(sizes)} samples per optimizer step."
-        fix = "Give all ranks the same batch size: the gradients of the ranks are averaged with equal weights."
-        problems.append(Problem(code="FSDP-W512", message=message, fix=fix))
-        found = replace(found, all_ranks=sum(sizes) * num_data_ranks // len(sizes))
-    return found, problems
-
-
-def check_options(ranks: Sequence[Mapping[tuple[int, str, str], Any]]) -> list[Problem]:
-    """Check that the options of optimizers, such as the learning rate, are the same on all ranks."""
-    differing: dict[tuple[str, str], Problem] = {}
-    for key, own in ranks[0].items():
-        step, optimizer, option = key
-        other = next((rank for rank, options in enumerate(ranks) if options.get(key, own) != own), None)
-        if other is None or (optimizer, option) in differing:
-            continue
-        pairs = zip(own, ranks[other][key], strict=False)
-        values = next((pair for pair in pairs if pair[0] != pair[1]), (own, ranks[other][key]))
-        message = f"{option} of {optimizer} differs by rank in step {step}: {values[0]} on rank 0, {values[1]} on rank "
-        message += f"{other}. Each rank updates its shards with its own value."
-        fix = "Set the options of optimizers and the schedule of the learning rate to the same values on all ranks."
-        differing[optimizer, option] = Problem(code="FSDP-W520", message=message, fix=fix)
-    return list(differing.values())
-
-
-def check_values(infinite: Sequence[str]) -> list[Problem]:
-    """Check that no parameter contains NaN or infinity. ``infinite`` are the names of those that do, on any rank."""
-    if not infinite:
-        return []
-    message = f"{plural(len(infinite), 'parameter')} of the trained model contain NaN or infinity: "
-    fix = "Check the loss of each step: a lower learning rate, clipping, or bf16 instead of fp16 may help."
-    return [Problem(code="FSDP-W522", message=f"{message}{format_names(infinite, 3)}.", fix=fix)]
-
-
-def check_structure(
-    units: Sequence[live_units.UnitObservation], plan: FsdpPlan, *, trained: bool = True
-) -> list[Problem]:
-    """Check that the model has units and, if it is trained, that their weights have the planned dtype."""
-    if not units:
-        message = f"nothing is sharded: {plan.model_class} has no FSDP unit, so every rank has the whole model."
-        fix = "Call install() before the Accelerator or Trainer is created, so that the plugin shards the model."
-        return [Problem(code="FSDP-E501", message=message, fix=fix)]
-    master = plan.precision.master
-    differing = [unit for unit in units if unit.num_trainable and unit.master_dtype != master]
-    if master == "unchanged" or not differing or plan.pre_sharded or not trained:
-        return []
-    first = differing[0]
-    message = f"{len(differing)} units keep and update their weights in {first.master_dtype} instead of {master}, "
-    message += f"for example {first.name or 'the root'}."
-    fix = f"Load the model in {master}, and do not cast it after prepare()."
-    return [Problem(code="FSDP-E502", setting="precision.param", message=message, fix=fix)]
-
-
-def _mode_dependent(model: nn.Module) -> list[str]:
-    """Return the names of the modules that compute something else in training mode: dropout and batch norm."""
-    norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-    dropouts = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
-
-    def depends(module: nn.Module) -> bool:
-        # BART, OPT and Llama have a rate that they pass to nn.functional.dropout.
-        rates = [value for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]
-        rates += [module.p] if isinstance(module, dropouts) else []
-        return isinstance(module, norms) or any(rate > 0 for rate in rates)
-
-    return [canonical_name(name) for name, module in model.named_modules() if depends(module)]
 
 
 def _merge_ranks(settings: Sequence[JsonObject], problems: list[Problem]) -> tuple[list[JsonObject], list[Problem]]:

@@ -18,7 +18,7 @@ from torch import nn
 
 from hf_fsdp_plugin import load_spec, report, resolve
 from hf_fsdp_plugin.backends.sharding.shard import shard
-from hf_fsdp_plugin.integrations.run_report import RunReporter, report_run
+from hf_fsdp_plugin.integrations.accelerate.run_report import RunReporter, report_run
 from hf_fsdp_plugin.observe import weights
 from hf_fsdp_plugin.observe.first_step import record_first_step
 from hf_fsdp_plugin.observe.report import BatchShape, Report

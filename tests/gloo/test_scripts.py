@@ -386,7 +386,7 @@ hfp.install("fsdp.yaml")
 
 
 def state(kind):
-    from hf_fsdp_plugin.integrations.run_report import RunReporter
+    from hf_fsdp_plugin.integrations.accelerate.run_report import RunReporter
     from hf_fsdp_plugin.state import process
     device = accelerator_type()
     uses_device = device != "cpu" and torch.get_device_module(device).is_initialized()

@@ -148,3 +148,18 @@ def test_light_verbs_load_no_heavy_library(argv: list[str], tmp_path: Path):
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env={}, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_folders_of_integrations_import_each_other_without_cycles():
+    """A module beside the folders counts as a folder of its own."""
+    prefix = "hf_fsdp_plugin.integrations."
+    graph: dict[str, set[str]] = {}
+    for name in filter(lambda name: name.startswith(prefix), MODULES):
+        own = name.removeprefix(prefix).split(".")[0]
+        imports = {
+            each.removeprefix(prefix).split(".")[0]
+            for each in imported(MODULES[name])
+            if each in MODULES and each.startswith(prefix)
+        }
+        graph.setdefault(own, set()).update(imports - {own})
+    TopologicalSorter(graph).prepare()

@@ -34,7 +34,7 @@ from hf_fsdp_plugin.devices import DEVICES, accelerator_type, get_device, select
 from hf_fsdp_plugin.integrations import patching
 from hf_fsdp_plugin.integrations.accelerate import fp8, private
 from hf_fsdp_plugin.integrations.accelerate import plugin as plugins
-from hf_fsdp_plugin.integrations.run_report import report_run
+from hf_fsdp_plugin.integrations.accelerate.run_report import report_run
 from hf_fsdp_plugin.integrations.saving import call_name, gathered, state_at
 from hf_fsdp_plugin.integrations.script_arguments import check_arguments, check_object, print_or_raise
 from hf_fsdp_plugin.integrations.session import attributes_in_block, outer_calls, session

@@ -20,6 +20,7 @@ from hf_fsdp_plugin.backends.optimizers.parameters import (
     check_groups,
     foreign_parameters,
     has_parameters_of,
+    owner_of,
     set_state_factory,
 )
 from hf_fsdp_plugin.backends.ranks import agreement
@@ -28,8 +29,8 @@ from hf_fsdp_plugin.backends.sharding import shard as sharding
 from hf_fsdp_plugin.backends.sharding.script_access import check_parameter_hooks, free_before_step
 from hf_fsdp_plugin.devices import get_device
 from hf_fsdp_plugin.hangs.calls import record
-from hf_fsdp_plugin.integrations import call_hooks, peft, resuming, run_report, saving, script_arguments, torchao
-from hf_fsdp_plugin.integrations.accelerate import fp8, private
+from hf_fsdp_plugin.integrations import call_hooks, peft, resuming, saving, script_arguments
+from hf_fsdp_plugin.integrations.accelerate import fp8, private, run_report
 from hf_fsdp_plugin.integrations.accelerate.accelerator import adopt_models
 from hf_fsdp_plugin.integrations.accelerate.batches import check_even_batches, notice_accumulation
 from hf_fsdp_plugin.integrations.accelerate.plugin import if_planned, planned_plugin
@@ -43,7 +44,7 @@ from hf_fsdp_plugin.plan.parameters import with_padding_warning
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.plan.units import distributed_config_of
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec, StateDictKind
 from hf_fsdp_plugin.torch_private.functions import allow_checkpointed_graphs
 from hf_fsdp_plugin.torch_private.modules import compile_call, compiled_module
 
@@ -201,7 +202,7 @@ def shard_model(
         # 4. Linear layers are replaced by those of fp8, and attention divides sequences.
         with agreement.on_all_ranks("converting the model to fp8"):
             fp8.convert_model(accelerator, plan, model, optimizers)
-            convert_shards = torchao.plain_weights(model)
+            convert_shards = fp8.plain_weights(model)
         if plan.mesh.context > 1:
             private.prepare_context_parallel(accelerator, model)
         # 5. Units are compiled with their checkpoints, and sharded.
@@ -273,8 +274,31 @@ def _prepare_optimizers(accelerator: Any, optimizers: Sequence[Optimizer]) -> No
         _adapt_steps(accelerator, optimizers, models)
         plugin.adapted_optimizers.update(optimizers)
         if plugin.spec.checkpoint.asynchronous:
-            saving.prepare_buffers_after_first_step(accelerator, plugin.state_dict_kind)
+            _prepare_buffers_after_first_step(accelerator, plugin.state_dict_kind)
     run_report.track_run(accelerator)
+
+
+def _prepare_buffers_after_first_step(accelerator: Any, kind: StateDictKind) -> None:
+    """After the first optimizer step, start to allocate the memory of asynchronous saves in the background.
+
+    Before the first step, an optimizer has no state, so the size of the save is unknown.
+    """
+    if not private.prepared_optimizers(accelerator):
+        return
+
+    is_prepared = False
+
+    def prepare(*_: Any) -> None:
+        nonlocal is_prepared
+        if is_prepared:
+            return
+        is_prepared = True
+        models = [model for model in private.prepared_models(accelerator) if sharding.plan_of(model) is not None]
+        optimizers = _optimizers_of(accelerator)
+        owners = [(owner_of(optimizer, models), optimizer) for optimizer in optimizers]
+        saving.manager().prepare_buffers(models, [(owner, each) for owner, each in owners if owner is not None], kind)
+
+    private.prepared_optimizers(accelerator)[-1].optimizer.register_step_post_hook(prepare)
 
 
 def _adapt_steps(accelerator: Any, optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> None:
@@ -294,7 +318,7 @@ def _adapt_steps(accelerator: Any, optimizers: Sequence[Optimizer], models: Sequ
         for model in models:
             free_before_step(model, optimizer)
             if has_parameters_of(model, optimizer):
-                torchao.refresh_scales_after_steps(optimizer, model)
+                fp8.refresh_scales_after_steps(optimizer, model)
 
 
 def _check_parameters(optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> None:

@@ -44,10 +44,10 @@ from hf_fsdp_plugin.checkpoint.reading.states import load_state_file
 from hf_fsdp_plugin.checkpoint.shards import model_shards
 from hf_fsdp_plugin.checkpoint.writing.state_files import manifest_of
 from hf_fsdp_plugin.integrations import moving_average, peft, resuming
-from hf_fsdp_plugin.integrations.accelerate.batches import batch_facts, kept_accumulation
 from hf_fsdp_plugin.integrations.accelerate.checkpoints import load_fsdp_optimizer
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, has_sharded_model, if_planned, if_sharded
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
+from hf_fsdp_plugin.integrations.samples import batch_facts, kept_accumulation
 from hf_fsdp_plugin.integrations.saving import gathered, manager, remove_stale_weights
 from hf_fsdp_plugin.integrations.session import attributes_in_block, current_run
 from hf_fsdp_plugin.integrations.transformers import model_files, private

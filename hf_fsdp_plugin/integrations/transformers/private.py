@@ -19,6 +19,7 @@ import torch
 
 from hf_fsdp_plugin.contracts import Contract, contracts_of, guard_functions
 from hf_fsdp_plugin.integrations.session import attributes_in_block
+from hf_fsdp_plugin.observe.report import BatchShape
 from hf_fsdp_plugin.plan.names import unwrapped
 
 _TRAINER = "transformers.trainer:Trainer"
@@ -192,6 +193,14 @@ def loading_sharded_models(trainer: Any, load_other: Callable[[Any, Any, Path], 
 def train_batch_size(trainer: Any) -> int:
     """Return the micro-batch size per device, which ``auto_find_batch_size`` may have reduced."""
     return int(getattr(trainer, "_train_batch_size", trainer.args.train_batch_size))
+
+
+def trainer_batch(trainer: Any) -> BatchShape:
+    """Return the input of one optimizer step of a Trainer."""
+    per_device = train_batch_size(trainer)
+    if trainer.accelerator.split_batches:
+        per_device //= trainer.accelerator.num_processes
+    return BatchShape(per_device=per_device, accumulation=trainer.args.gradient_accumulation_steps)
 
 
 def ignored_on_save(model: Any) -> tuple[str, ...]:

@@ -28,7 +28,8 @@ from hf_fsdp_plugin.backends.ranks.agreement import TRAINING_LIMIT, preparation_
 from hf_fsdp_plugin.backends.sharding.script_access import num_parameters
 from hf_fsdp_plugin.backends.sharding.shard import create_with_original_shapes, plan_of
 from hf_fsdp_plugin.checkpoint.names import TRAINER_PREFIX
-from hf_fsdp_plugin.integrations import moving_average, patching, resuming, run_report
+from hf_fsdp_plugin.integrations import moving_average, patching, resuming
+from hf_fsdp_plugin.integrations.accelerate import run_report
 from hf_fsdp_plugin.integrations.accelerate.accelerator import is_left_to_transformers
 from hf_fsdp_plugin.integrations.accelerate.plugin import if_planned, if_sharded, planned_plugin
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
@@ -250,7 +251,7 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
     folder = trainer.args.output_dir
     checkpoint = Path(folder) / f"{TRAINER_PREFIX}{trainer.state.global_step}"
     last = checkpoint if checkpoint.is_dir() else None
-    batch = run_report.trainer_batch(trainer)
+    batch = private.trainer_batch(trainer)
     run_report.report_run(trainer.accelerator, output_dir=folder, batch=batch, checkpoint=last)
     return result
 

@@ -104,7 +104,7 @@ def _read_subject(
     lora_rank = _read_size(args, "lora-rank", problems) or (_QLORA_RANK if args.qlora and not args.lora_rank else None)
     model, model_problems = load_meta_model(args.model)
     if model is not None and lora_rank is not None:
-        from hf_fsdp_plugin.integrations.peft import with_lora
+        from hf_fsdp_plugin.tools.plan.adapters import with_lora
 
         whole, model = model, None
         with _collected(problems):

@@ -18,7 +18,7 @@ from transformers.trainer_callback import TrainerCallback
 from hf_fsdp_plugin.backends.ranks.agreement import broadcast_object
 from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
 from hf_fsdp_plugin.checkpoint.names import HF_MODEL, TRAINER_PREFIX, safetensors_file
-from hf_fsdp_plugin.integrations.run_report import report_run
+from hf_fsdp_plugin.integrations.accelerate.run_report import report_run
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.transformers.private import save_checkpoint
 from hf_fsdp_plugin.plan.names import unwrapped

@@ -30,8 +30,8 @@ from torch.profiler import profile as torch_profile
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.devices import available_device
 from hf_fsdp_plugin.hangs.process_end import is_failure
+from hf_fsdp_plugin.integrations.accelerate.run_report import RunReporter
 from hf_fsdp_plugin.integrations.observing import attach as attach_observer
-from hf_fsdp_plugin.integrations.run_report import RunReporter
 from hf_fsdp_plugin.observe.units import UnitObservation, observe_units
 from hf_fsdp_plugin.observers import ObservedCall, ObservedPhase, Observer
 from hf_fsdp_plugin.plan.names import unwrapped

@@ -25,7 +25,7 @@ def reports(case: Case) -> Case:
     import torch.distributed as dist
 
     import hf_fsdp_plugin as hfp
-    from hf_fsdp_plugin.integrations.run_report import report_run
+    from hf_fsdp_plugin.integrations.accelerate.run_report import report_run
 
     run = Run({**case, "settings": {"fsdp_sync_module_states": True}})
     run.train(2)

@@ -203,7 +203,7 @@ def _with_packed_weights(model: Any, point: Point) -> Any:
     """Return the model as bitsandbytes loads it, or on the meta device as ``hf-fsdp plan --qlora`` predicts it."""
     import torch
 
-    from hf_fsdp_plugin.integrations.peft import with_lora
+    from hf_fsdp_plugin.tools.plan.adapters import with_lora
 
     dtype = torch.bfloat16 if point.precision == "bf16" else torch.float32
     model.to(dtype)

@@ -69,10 +69,10 @@ def existing() -> list[Hook]:
 
 def test_each_row_names_a_change_and_each_change_removes_rows() -> None:
     path = Path(__file__).parents[3] / "scripts" / "upstream.yaml"
-    changes = yaml.safe_load(path.read_text(encoding="utf-8"))
-    titles = [title for library in changes().values() for title in library]
+    upstream = yaml.safe_load(path.read_text(encoding="utf-8"))
+    titles = [title for library in upstream.values() for title in library]
     assert {hook.until for hooks in HOOKS.values() for hook in hooks} == set(titles) and len(titles) == len(set(titles))
-    assert all(entry.keys() == {"problem", "change"} for library in changes().values() for entry in library.values())
+    assert all(entry.keys() == {"problem", "change"} for library in upstream.values() for entry in library.values())
 
 
 def test_hooks_do_not_become_more() -> None:

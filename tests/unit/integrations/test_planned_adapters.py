@@ -7,8 +7,8 @@ import torch
 import transformers as hf
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.integrations.peft import with_lora
 from hf_fsdp_plugin.problems import SpecError
+from hf_fsdp_plugin.tools.plan.adapters import with_lora
 from hf_fsdp_plugin.tools.plan.estimate.memory.peak import estimate_memory
 from hf_fsdp_plugin.tools.plan.estimate.types import Workload
 

@@ -26,8 +26,7 @@ from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy, size_based_auto
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.integrations.accelerate.accelerator import init_accelerator
-from hf_fsdp_plugin.integrations.accelerate.plugin import STATE_DICT_FIELDS, PlannedFsdpPlugin
-from hf_fsdp_plugin.integrations.peft import update_fsdp_plugin_peft
+from hf_fsdp_plugin.integrations.accelerate.plugin import STATE_DICT_FIELDS, PlannedFsdpPlugin, update_fsdp_plugin_peft
 from tests.support.parameter_ids import keys_of
 
 Assignment = tuple[dict[str, Any], str, Any]

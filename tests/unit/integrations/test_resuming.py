@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from hf_fsdp_plugin.integrations.accelerate.batches import kept_accumulation, samples_problem
 from hf_fsdp_plugin.integrations.resuming import find_checkpoint, warn_differences
+from hf_fsdp_plugin.integrations.samples import kept_accumulation, samples_problem
 from hf_fsdp_plugin.problems import CheckpointError
 from tests.support import saved
 

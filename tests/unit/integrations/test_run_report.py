@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hf_fsdp_plugin.integrations.run_report import RunReporter
+from hf_fsdp_plugin.integrations.accelerate.run_report import RunReporter
 
 
 class Accelerator:

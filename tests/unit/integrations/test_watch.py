@@ -138,7 +138,7 @@ def test_disarmed_watch_ignores_failures_and_exit(as_rank: Path) -> None:
 def test_hang_of_earlier_ranks_does_not_end_new_ones(as_rank: Path, lives: bool) -> None:
     own = armed()
     files = own.files
-    watch().disarm()
+    watch().close()
     files.stem.parent.mkdir(parents=True, mode=0o700)
     start = start_of(os.getpid()) if lives else 1
     content = {"rank": 1, "pid": os.getpid(), "start": start, "host": socket.gethostname()}

@@ -5,7 +5,7 @@ from torch import nn
 
 from hf_fsdp_plugin.observe.first_step import FirstStep
 from hf_fsdp_plugin.observe.report import difference_lines
-from hf_fsdp_plugin.observe.report_builder import check_training
+from hf_fsdp_plugin.observe.run_checks import check_training
 from hf_fsdp_plugin.observe.units import StructureComparison
 from tests.unit.observe.live_models import make_run
 

@@ -19,7 +19,6 @@ from hf_fsdp_plugin.hangs.calls import record
 from hf_fsdp_plugin.integrations.accelerate import private
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import current_run, session
-from hf_fsdp_plugin.integrations.transformers.private import is_trainer, train_batch_size
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.observe.first_step import record_first_step
 from hf_fsdp_plugin.observe.observed_run import common_value
@@ -164,28 +163,6 @@ def report_run(
     finally:
         # Any rank may read the file after this barrier. A failed rank must not leave the others waiting.
         dist.barrier()
-
-
-def report(subject: Any) -> Report:
-    """Return the report of a prepared model, an ``Accelerator`` or a ``Trainer``. Collective.
-
-    Raises:
-        SpecError: ``subject`` is none of these, or the plugin has not prepared its model.
-    """
-    accelerator = getattr(subject, "accelerator", subject)
-    if not private.is_accelerator(accelerator):
-        return build_report_of_trained([subject])
-    if not is_trainer(subject):
-        return report_accelerator(accelerator)
-    return report_accelerator(accelerator, batch=trainer_batch(subject))
-
-
-def trainer_batch(trainer: Any) -> BatchShape:
-    """Return the input of one optimizer step of a Trainer."""
-    per_device = train_batch_size(trainer)
-    if trainer.accelerator.split_batches:
-        per_device //= trainer.accelerator.num_processes
-    return BatchShape(per_device=per_device, accumulation=trainer.args.gradient_accumulation_steps)
 
 
 def report_accelerator(accelerator: Any, *, batch: BatchShape | None = None, checkpoint: Path | None = None) -> Report:
