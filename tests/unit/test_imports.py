@@ -24,6 +24,7 @@ TORCH_FREE = (
     "strategies",
     "axes",
     "vocabulary",
+    "rank_variables",
     "sources",
     "spec",
 )

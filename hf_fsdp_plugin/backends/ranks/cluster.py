@@ -92,7 +92,8 @@ def gloo_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return variables for gloo in a large world. torch reads them before the first process group.
 
     Otherwise each group connects every pair of ranks at its start, through the store of rank 0: each of N ranks reads N
-    addresses of N pairs, so the bytes grow with the third power of N: 22.8 MB of 128 ranks, and 0.7 MB with this variable.
+    addresses of N pairs, so the bytes grow with the third power of N: 22.8 MB of 128 ranks, and 0.7 MB with this
+    variable.
     """
     if (_integer(environ.get("WORLD_SIZE")) or 1) < _LAZY_FROM or "TORCH_GLOO_LAZY_INIT" in environ:
         return {}
