@@ -30,7 +30,6 @@ TORCH_FREE = (
 )
 OTHERS = (
     "time_limits",
-    "rank_variables",
     "messages",
     "observers",
     "contracts",
