@@ -80,7 +80,7 @@ WITH_ARGUMENTS = """
     from transformers import TrainingArguments
     from hf_fsdp_plugin.integrations.session import session
     arguments = TrainingArguments("out", use_cpu=True, fsdp=True, fsdp_config={"offload_params": True})
-    specs = [session.ambient, session.spec_of_arguments(arguments)]
+    specs = [session().ambient, session().spec_of_arguments(arguments)]
     rows = [[[name, value, str(origin)] for name, value, origin in spec.settings()] for spec in specs]
     with open(f"specs_{os.environ['RANK']}.json", "w") as file:
         json.dump(rows, file, default=dict)

@@ -58,7 +58,7 @@ _PROBES: Final = (0, *(2**power for power in range(21)))
 
 
 @dataclass
-class Loop:
+class AccelerateLoop:
     """The training loop of an Accelerator: whether it calls ``accumulate``."""
 
     accumulates: bool = False
@@ -72,7 +72,7 @@ def notice_accumulation(accelerator: Any, optimizer: Optimizer) -> None:
 
     def notice(*_: Any) -> None:
         if accelerator.step:
-            parts_of(accelerator).get(Loop).accumulates = True
+            parts_of(accelerator).get(AccelerateLoop).accumulates = True
 
     optimizer.register_step_pre_hook(notice)
 
@@ -84,7 +84,7 @@ def batch_of(accelerator: Any) -> dict[str, Any]:
     schedules = [(_scheduler_steps(each), each) for each in private.prepared_schedulers(accelerator)]
     return {
         **batch_facts(accumulation, samples * accumulation if samples is not None else None),
-        "accumulates": parts_of(accelerator).get(Loop).accumulates,
+        "accumulates": parts_of(accelerator).get(AccelerateLoop).accumulates,
         "schedules": [{"steps": steps, "factors": _factors(each, steps)} for steps, each in schedules],
     }
 
@@ -104,7 +104,7 @@ def keep_samples_per_step(accelerator: Any, checkpoint: Path, saved: Mapping[str
         saved: the field ``batch`` of the manifest of the checkpoint.
     """
     if saved.get("accumulates"):
-        parts_of(accelerator).get(Loop).accumulates = True
+        parts_of(accelerator).get(AccelerateLoop).accumulates = True
         accelerator.gradient_accumulation_steps = kept_accumulation(saved, batch_of(accelerator))
         # Accelerate counts batches, and makes a step when the accumulation divides their number.
         accelerator.step = accelerator.step // saved["accumulation"] * accelerator.gradient_accumulation_steps

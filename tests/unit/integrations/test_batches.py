@@ -15,7 +15,12 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils.data import DataLoader
 from transformers import get_scheduler
 
-from hf_fsdp_plugin.integrations.accelerate.batches import Loop, batch_of, check_even_batches, keep_samples_per_step
+from hf_fsdp_plugin.integrations.accelerate.batches import (
+    AccelerateLoop,
+    batch_of,
+    check_even_batches,
+    keep_samples_per_step,
+)
 from hf_fsdp_plugin.state import parts_of
 
 
@@ -62,7 +67,7 @@ def loop(world_size: int, scheduler: Any, monkeypatch: pytest.MonkeyPatch, *, ac
     accelerator = SimpleNamespace(
         _schedulers=[prepared_scheduler], _dataloaders=[loader], gradient_accumulation_steps=accumulation, step=6
     )
-    parts_of(accelerator).get(Loop).accumulates = True
+    parts_of(accelerator).get(AccelerateLoop).accumulates = True
     return accelerator
 
 

@@ -184,7 +184,7 @@ def test_script_without_launcher_reads_its_config_once(tmp_path: Path) -> None:
     hfp.install(path)
     path.unlink()
     arguments = TrainingArguments("out", use_cpu=True, fsdp=True, fsdp_config={"version": 2})
-    spec = session.spec_of_arguments(arguments)
+    spec = session().spec_of_arguments(arguments)
     assert spec is not None and spec.offload.params and spec.origin("offload.params").source_line == f"{path}:3"
     second = hfp.install(overrides=["mesh.shard=1"])  # it completes the settings of the first call
     assert second is not None and second.offload.params and second.mesh.shard == 1
