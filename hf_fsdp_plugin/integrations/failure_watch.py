@@ -176,19 +176,26 @@ class Watch:
         if own is None:
             return
         self._pid = 0
-        if not own.files.failure.exists() and not process_end.has_failed():
+        has_ended = not own.files.failure.exists() and not process_end.has_failed()
+        if has_ended:
             write_if_possible(own.files.ended, "")
-        self._stop()
+        is_free = self._stop()
         peers = watch_files.find_peers(own.files.stem.parent)
         if not own.has_launcher and all(peer.files.ended.exists() for peer in peers):  # this rank is the last one
             for peer in peers:
                 watch_files.remove_files(peer.files.stem)
             forget_run(own.files)
+        if not is_free:
+            # A thread cannot be stopped in a request to the store. If the request returned while the interpreter ends,
+            # pybind11 would end a run that has succeeded with exit code 134.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0 if has_ended else 1)
 
-    def _stop(self) -> None:
-        if self._thread is not None:
-            self._thread.stop()
-        self._thread = None
+    def _stop(self) -> bool:
+        """End the watching thread. Returns whether none is left that uses the store."""
+        thread, self._thread = self._thread, None
+        return thread is None or thread.stop()
 
     def close(self) -> None:
         """Undo :meth:`arm`, and remove the files of this rank."""

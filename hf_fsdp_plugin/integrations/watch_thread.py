@@ -52,15 +52,15 @@ class WatchThread:
             self._sigterm = process_end.hold_sigterm(own.files.stacks)
         self._thread.start()
 
-    def stop(self) -> None:
-        """End the thread, and its request to the store."""
+    def stop(self) -> bool:
+        """End the thread, and its request to the store. Returns whether none of both is left after a time limit."""
         self._stopped.set()
         if self._sigterm is not None:
             self._sigterm.wake()
         self._store.close()
         if self._thread is not threading.current_thread():
             self._thread.join(time_limits.STOP)
-        self._store.join(time_limits.STOP)
+        return self._store.join(time_limits.STOP)
 
     def _run(self) -> None:
         try:
