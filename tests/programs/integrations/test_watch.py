@@ -34,3 +34,20 @@ def test_children_of_a_rank_are_no_ranks(as_rank: Path) -> None:
     os.close(write)
     counts = read_calls(0, files.calls).counts
     assert counts is not None and counts.before == 0 and not files.failure.exists()
+
+
+STUCK = """
+import atexit, sys
+atexit.register(print, "the interpreter ended as usual")
+from hf_fsdp_plugin.integrations.failure_watch import watch
+watch().arm()
+watch()._thread.stop = lambda: False
+print("trained")
+"""
+
+
+def test_rank_whose_request_does_not_end_exits_with_success(as_rank: Path) -> None:
+    """A request to the store that returned while the interpreter ends would abort the process: exit code 134."""
+    env = {**os.environ, "TMPDIR": str(as_rank), "RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    done = subprocess.run([sys.executable, "-c", STUCK], env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "trained\n")
