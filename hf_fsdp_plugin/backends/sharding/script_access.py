@@ -236,12 +236,8 @@ class _Calls:
         return output
 
     def _has_gradients_of_step(self) -> bool:
-        """Whether there were as many reduced backwards since the last step of the optimizer as before that step.
-
-        The gathered parameters of FSDP1 are the same objects as its shards.
-        """
-        num_new = num_reduced_backwards(self._root) - self._num_reduced
-        return isinstance(self._root, FSDPModule) and num_new >= self.num_per_step
+        """Whether there were as many reduced backwards since the last step of the optimizer as before that step."""
+        return num_reduced_backwards(self._root) - self._num_reduced >= self.num_per_step
 
     def free(self) -> bool:
         """Free everything. Return whether a call without a backward has read the shards since the last time."""
