@@ -325,7 +325,9 @@ def losses_with_forward_before_clip(
     return losses
 
 
-@pytest.mark.parametrize(("version", "strategy"), [(1, "full_shard"), (2, "full_shard"), (1, "shard_grad_op"), (2, "shard_grad_op")])
+@pytest.mark.parametrize(
+    ("version", "strategy"), [(1, "full_shard"), (2, "full_shard"), (1, "shard_grad_op"), (2, "shard_grad_op")]
+)
 @pytest.mark.parametrize("clip", CLIPS)
 def test_forward_before_clipping_changes_nothing(two_ranks: Ranks, version: int, strategy: str, clip: str) -> None:
     """After a forward with gradients, gathered parameters of FSDP2 are copies, which have no gradients."""

@@ -179,8 +179,8 @@ def test_every_check_has_a_case_in_the_quick_tests(gpu: SimpleNamespace) -> None
 EVERY = [slow(name, version, "") for name in (*ON_CPU, *ON_DEVICE) for version in (1, 2) if name != "layers"]
 
 PREDICTIONS = [
-    ("prediction", 2, "fp32"),
     ("prediction", 2, "bf16"),
+    slow("prediction", 2, "fp32"),
     *(slow("prediction", 1, precision) for precision in ("fp32", "bf16")),
     *(slow("checkpointed_prediction", version, "") for version in (1, 2)),
 ]

@@ -451,7 +451,7 @@ def matmuls_of_backward(version: int, backend: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("version", "backend"), [(1, "AOT_EAGER"), (2, "AOT_EAGER"), slow(1, "INDUCTOR"), slow(2, "INDUCTOR")]
+    ("version", "backend"), [slow(1, "AOT_EAGER"), (2, "AOT_EAGER"), slow(1, "INDUCTOR"), slow(2, "INDUCTOR")]
 )
 def test_compiled_selective_checkpoint_saves_products(two_ranks: Ranks, version: int, backend: str) -> None:
     """The policy does not know the operators of compiled code: in a checkpoint, all products would be recomputed."""

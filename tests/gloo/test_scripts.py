@@ -402,7 +402,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("device", ["cpu", "accelerator"])
+@pytest.mark.parametrize("device", [slow("cpu"), "accelerator"])
 def test_install_in_workers_of_a_rank_starts_nothing(tmp_path: Path, device: str) -> None:
     """Spawned workers of a data loader import the script again. They would wait for peers that never come."""
     if device == "accelerator" and (reason := available()):
