@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
+from hf_fsdp_plugin.problems import UsageError
 from hf_fsdp_plugin.rank_variables import LAUNCH_VARIABLE
 from hf_fsdp_plugin.sources.interface import SourceSettings
+
+_MAX_BYTES: Final = 131_000
+"""Linux limits one variable to 32 pages of 4,096 bytes, with its name (MAX_ARG_STRLEN)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,9 +32,19 @@ class LaunchHandover:
     report_table: bool = False
 
     def to_env(self) -> dict[str, str]:
-        """Return the variables to add to a rank's environment."""
+        """Return the variables to add to a rank's environment. Raises ``UsageError`` if they are too long for it."""
         options = {"quiet": self.quiet, "report": self.report, "report_table": self.report_table}
-        return {LAUNCH_VARIABLE: json.dumps({"given": [source.to_json() for source in self.given], **options})}
+        text = json.dumps({"given": [source.to_json() for source in self.given], **options})
+        if len(text) > _MAX_BYTES:
+            largest = max(
+                (setting for source in self.given for setting in source.settings), key=lambda one: len(str(one.value))
+            )
+            raise UsageError(
+                f"the settings for the ranks need {len(text):,} bytes, and a variable of the environment has at most "
+                f"{_MAX_BYTES:,}. The longest is {largest.origin.spelling or largest.name}: shorten it, or start the "
+                "script with torchrun, under which each rank reads the config."
+            )
+        return {LAUNCH_VARIABLE: text}
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> LaunchHandover | None:

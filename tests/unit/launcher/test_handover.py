@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_fsdp_plugin.problems import UsageError
 from hf_fsdp_plugin.rank_variables import LAUNCH_VARIABLE
 from hf_fsdp_plugin.sources.handover import LaunchHandover
 from hf_fsdp_plugin.sources.interface import Sources
@@ -51,6 +52,14 @@ def test_rank_gets_every_setting_of_shipped_config(path: Path) -> None:
     given = read_settings(Sources(config=ConfigFile.at(path), environ={}))
     read = LaunchHandover.from_env(LaunchHandover(given=tuple(given)).to_env())
     assert read is not None and combine(read.given) == combine(given) and combine(given).spec.origins
+
+
+def test_settings_too_long_for_a_variable_are_refused() -> None:
+    names = [f"model.layers.{number}.mlp" for number in range(9000)]
+    config = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "fsdp_ignored_modules": "|".join(names)}}
+    given = tuple(read_settings(Sources(config=config, environ={})))
+    with pytest.raises(UsageError, match=r"need [\d,]+ bytes.* longest is fsdp_ignored_modules: shorten it"):
+        LaunchHandover(given=given).to_env()
 
 
 def test_handover_with_invalid_text_is_refused() -> None:
