@@ -1,7 +1,7 @@
 """The environment variables of a rank: its settings, its numbers, its run, and time limits. torch is not needed.
 
 ============================  ===============================================================================
-``HF_FSDP_LAUNCH``            what ``hf-fsdp launch`` hands over to its ranks: ``sources.handover``
+``HF_FSDP_LAUNCH``            what ``hf-fsdp launch`` hands over to its ranks (``sources.handover``)
 ``HF_FSDP_RANK_FILES``        path of a rank's files without their suffix; set by ``hf-fsdp launch``, which reads them
 ``HF_FSDP_RUN_ID``            id of the run, the same on all machines; set by ``hf-fsdp launch`` or a user
 ``HF_FSDP_RESTART_COUNT``     number of restarts so far, 0 on the first start; set by ``hf-fsdp launch``
@@ -19,7 +19,6 @@ import os
 from collections.abc import Mapping
 from typing import Final
 
-LAUNCH_VARIABLE: Final = "HF_FSDP_LAUNCH"
 FILES_VARIABLE: Final = "HF_FSDP_RANK_FILES"
 RUN_ID_VARIABLE: Final = "HF_FSDP_RUN_ID"
 RESTART_VARIABLE: Final = "HF_FSDP_RESTART_COUNT"

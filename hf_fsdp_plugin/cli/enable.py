@@ -25,7 +25,7 @@ from typing import Any, Final
 from hf_fsdp_plugin.cli.output import print_result
 from hf_fsdp_plugin.integrations.before_imports import RANK_VARIABLE
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.rank_variables import LAUNCH_VARIABLE
+from hf_fsdp_plugin.sources.handover import LAUNCH_VARIABLE
 from hf_fsdp_plugin.version import __version__
 
 FILE_NAME: Final = "hf_fsdp_plugin_enabled.pth"

@@ -49,8 +49,8 @@ def run_attempts(job: RankJob, rendezvous: Rendezvous) -> int:
 def _run_attempt(job: RankJob, rendezvous: Rendezvous) -> int | None:
     """Run the ranks once. Returns the exit code, or ``None`` if they are to be started again.
 
-    A failure is told (``launcher.attempt`` has the steps before), all machines take the attempt as the one that failed
-    first knows it, and decide whether the ranks are started again.
+    After a failure, its message is printed (``launcher.attempt`` has the steps before). All machines take the account
+    of the machine that failed first, and decide by it whether the ranks are started again.
     """
     began = time.monotonic()
     result = run_once(job, rendezvous)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from hf_fsdp_plugin.problems import UsageError
-from hf_fsdp_plugin.rank_variables import LAUNCH_VARIABLE
 from hf_fsdp_plugin.sources.interface import SourceSettings
 
+LAUNCH_VARIABLE: Final = "HF_FSDP_LAUNCH"
 _MAX_BYTES: Final = 131_000
 """Linux limits one variable to 32 pages of 4,096 bytes, with its name (MAX_ARG_STRLEN)."""
 

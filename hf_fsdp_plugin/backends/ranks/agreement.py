@@ -251,7 +251,7 @@ def announce_end() -> None:
 
 
 class WaitListener:
-    """What is told of the waits of this rank for the others.
+    """Receives the collective calls in which this rank waits for other ranks.
 
     Attributes:
         notify: called with the name of each call before the wait, then with ``None``.
@@ -262,7 +262,7 @@ class WaitListener:
 
 
 wait_listener = process.owns(WaitListener)
-"""Return what is told of the waits of this process."""
+"""Return the listener of this process."""
 
 
 def wait_for_all_ranks(

@@ -20,7 +20,7 @@ import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.cli.main import main
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.launcher.flags import parse_launch_arguments
-from hf_fsdp_plugin.rank_variables import LAUNCH_VARIABLE
+from hf_fsdp_plugin.sources.handover import LAUNCH_VARIABLE
 from hf_fsdp_plugin.spec.load import read_settings
 
 NAMES = ("fsdp.version", "sharding.strategy", "wrap.policy", "wrap.classes", "wrap.min_num_params", "offload.params")

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from hf_fsdp_plugin.problems import UsageError
-from hf_fsdp_plugin.rank_variables import LAUNCH_VARIABLE
-from hf_fsdp_plugin.sources.handover import LaunchHandover
+from hf_fsdp_plugin.sources.handover import LAUNCH_VARIABLE, LaunchHandover
 from hf_fsdp_plugin.sources.interface import Sources
 from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.spec.load import combine, read_settings
