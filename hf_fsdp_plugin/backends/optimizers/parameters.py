@@ -3,9 +3,6 @@
 An optimizer that keeps the unsharded parameters updates tensors that the model no longer uses: the loss does not
 change.
 
-Parameters of loss functions are replicated: whole on every rank, with gradients that are averaged over the ranks, as in
-DDP. The module of a loss function contains the model, so it cannot be sharded as a model of its own.
-
 Steps of some optimizers run on plain tensors instead of FSDP2's DTensors:
 
 ``local``: on this rank's shards. Their memory is shared with the parameters.
@@ -24,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -41,8 +38,6 @@ from hf_fsdp_plugin.state import parts_of, process
 from hf_fsdp_plugin.torch_private.fsdp1 import flat_units, names_in, original_parameters
 from hf_fsdp_plugin.torch_private.modules import local_tensor
 
-_REPLICATED: Final = "_hf_fsdp_replicated"
-"""Attribute that marks a replicated parameter."""
 StepMode = Literal["unchanged", "local", "whole"]
 StateFactory = Callable[[Optimizer, torch.Tensor, str], torch.Tensor]
 """(optimizer, parameter, key) -> a new state tensor, as the optimizer creates it in its first step."""
@@ -221,9 +216,9 @@ def _sharded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def foreign_parameters(optimizer: Optimizer, models: Sequence[nn.Module]) -> int:
-    """Return the number of the optimizer's parameters that are in none of the models, without replicated ones."""
+    """Return the number of the optimizer's parameters that are in none of the models."""
     own = {id(p) for model in models for p in model.parameters()}
-    return sum(id(p) not in own and not is_replicated(p) for p in parameters_in(optimizer))
+    return sum(id(p) not in own for p in parameters_in(optimizer))
 
 
 def parameters_in(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -238,7 +233,7 @@ def has_parameters_of(model: nn.Module, optimizer: Optimizer) -> bool:
 
 
 class JointModels(nn.ModuleDict):
-    """Several models whose parameters one optimizer has, named ``model_0`` and so on, and its replicated parameters.
+    """Several models whose parameters one optimizer has, named ``model_0`` and so on.
 
     The names in the optimizer's state begin with the names of the models.
     """
@@ -247,28 +242,7 @@ class JointModels(nn.ModuleDict):
 def owner_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module | None:
     """Return the model whose parameters an optimizer has: :class:`JointModels` for several, ``None`` for none."""
     owners = {f"model_{i}": model for i, model in enumerate(models) if has_parameters_of(model, optimizer)}
-    if replicated := list(filter(is_replicated, parameters_in(optimizer))):
-        owners["loss"] = nn.ParameterList(replicated)
     return JointModels(owners) if len(owners) > 1 else next(iter(owners.values()), None)
-
-
-def replicate_parameters(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
-    """Give all ranks the values of rank 0, and average the gradients in backward. Collective.
-
-    Parameters that are replicated already are left unchanged.
-    """
-    for parameter in parameters:
-        if not is_replicated(parameter):
-            parameter.data = parameter.data.to(device)
-            dist.broadcast(parameter.data, src=0)
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(average_gradient)
-            setattr(parameter, _REPLICATED, True)
-
-
-def is_replicated(parameter: torch.Tensor) -> bool:
-    """Return whether :func:`replicate_parameters` was called for a parameter."""
-    return getattr(parameter, _REPLICATED, False)
 
 
 def average_gradient(parameter: torch.Tensor) -> None:
