@@ -163,7 +163,7 @@ def clip_grad_norm_(
     parameters = [parameters] if hasattr(parameters, "grad") else list(parameters)
     has_gradients = any(parameter.grad is not None for parameter in parameters)
     limit = agreement.TRAINING_LIMIT if has_gradients else agreement.DEFAULT_LIMIT
-    plugin.first_calls.wait("Accelerator.clip_grad_norm_", fix=_CLIP_FIX, limit=limit, before_step=True)
+    plugin.first_calls.wait("Accelerator.clip_grad_norm_", fix=_CLIP_FIX, limit=limit)
     accelerator.unscale_gradients()
     return clip_grad_norm(private.prepared_models(accelerator), parameters, float(max_norm), float(norm_type))
 

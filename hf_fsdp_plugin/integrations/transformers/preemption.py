@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from hf_fsdp_plugin.backends.ranks.agreed_step import AgreedStep
+from hf_fsdp_plugin.backends.ranks.agreement import any_rank
 from hf_fsdp_plugin.integrations.accelerate.plugin import has_sharded_model
 from hf_fsdp_plugin.integrations.transformers import private
 
@@ -25,7 +25,6 @@ class AgreedCheckpoint(TrainerCallback):
         self._trainer = trainer
         self._callback: Any = None
         self._manager: Any = None
-        self._agreement: AgreedStep | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.close()  # of an attempt with a larger batch
@@ -33,14 +32,9 @@ class AgreedCheckpoint(TrainerCallback):
         callback = next((each for each in callbacks if getattr(each, "jit_manager", None) is not None), None)
         if callback is not None and has_sharded_model(self._trainer.accelerator):
             self._callback, self._manager, callback.jit_manager = callback, callback.jit_manager, None
-            self._agreement = AgreedStep(state.global_step + 1)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._agreement is None:
-            return
-        if self._manager.is_checkpoint_requested:
-            self._agreement.ask()
-        if self._agreement.is_reached(state.global_step):
+        if self._callback is not None and any_rank(self._manager.is_checkpoint_requested):
             private.save_checkpoint(self._trainer)
             control.should_save, control.should_training_stop = False, True
 
@@ -50,8 +44,7 @@ class AgreedCheckpoint(TrainerCallback):
             callback.on_train_end(args, state, control)  # restores the handler of the signal
 
     def close(self) -> None:
-        """Stop looking for requests, and give the manager back."""
-        if self._agreement is not None:
-            self._agreement.close()
+        """Give the manager back."""
+        if self._callback is not None:
             self._callback.jit_manager = self._manager
-        self._agreement = self._callback = None
+        self._callback = None
