@@ -19,8 +19,8 @@ State tensors of a subclass (torchao's quantized state) are created by a functio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -69,20 +69,10 @@ class DetachedOptimizer:
     Attributes:
         groups: the canonical names of the model's parameters, and the parameters of other models, in the order of the
             group.
-        initial: canonical name -> the state that the optimizer has before its first step.
     """
 
     optimizer: Optimizer
     groups: tuple[tuple[str | nn.Parameter, ...], ...]
-    initial: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class _Filled:
-    """An initial state tensor with the shape of its parameter, and one value for all elements."""
-
-    value: float
-    dtype: torch.dtype
 
 
 def detach_optimizers(optimizers: Iterable[Optimizer], model: nn.Module) -> list[DetachedOptimizer]:
@@ -98,8 +88,7 @@ def detach_optimizers(optimizers: Iterable[Optimizer], model: nn.Module) -> list
     for optimizer in optimizers:
         if not has_parameters_of(model, optimizer):
             continue
-        initial = _initial_state(optimizer)
-        if initial is None:
+        if has_stepped(optimizer):
             name = type(optimizer).__name__
             message = f"{name} has stepped before sharding: its state belongs to unsharded parameters."
             fix = "Prepare the model before the first step, and load the optimizer's state afterwards."
@@ -109,46 +98,19 @@ def detach_optimizers(optimizers: Iterable[Optimizer], model: nn.Module) -> list
             group["params"] = [parameter for parameter in group["params"] if id(parameter) not in names]
         for own in [parameter for parameter in optimizer.state if id(parameter) in names]:
             del optimizer.state[own]
-        by_name = {names[id(parameter)]: state for parameter, state in initial.items() if id(parameter) in names}
-        detached.append(DetachedOptimizer(optimizer=optimizer, groups=groups, initial=by_name))
+        detached.append(DetachedOptimizer(optimizer=optimizer, groups=groups))
     return detached
 
 
 def has_stepped(optimizer: Optimizer) -> bool:
-    """Whether the optimizer has state that it had not before its first step."""
-    return _initial_state(optimizer) is None
+    """Whether the optimizer has state that it had not before its first step.
 
-
-def _initial_state(optimizer: Optimizer) -> dict[torch.Tensor, dict[str, Any]] | None:
-    """Return the state of an optimizer before its first step; ``None`` if it has stepped.
-
-    Some optimizers create state in the constructor (Adagrad), or empty entries (schedule-free ones in ``train()``).
+    Adagrad creates its state in the constructor, and schedule-free optimizers create empty entries in ``train()``.
     """
-    initial: dict[torch.Tensor, dict[str, Any]] = {}
-    for parameter, state in optimizer.state.items():
-        if not isinstance(state, dict):
-            return None
-        for key, value in state.items():
-            if key == "step":
-                if float(value) != 0:
-                    return None
-            elif isinstance(value, torch.Tensor):
-                value = _filled(value, parameter.shape, optimizer)
-                if value is None:
-                    return None
-            initial.setdefault(parameter, {})[key] = value
-    return initial
-
-
-def _filled(value: torch.Tensor, shape: torch.Size, optimizer: Optimizer) -> _Filled | None:
-    """Return how to create a state tensor again; ``None`` if its elements differ."""
-    if value.shape != shape:
-        return None
-    local = value.to_local() if isinstance(value, DTensor) else value
-    if local.is_meta or not local.numel():  # Adagrad's default, for a rank that has no elements to read
-        return _Filled(float(optimizer.defaults.get("initial_accumulator_value", 0.0)), value.dtype)
-    first = local.reshape(-1)[0]
-    return _Filled(float(first), value.dtype) if bool((local == first).all()) else None
+    states = [state for state in optimizer.state.values() if state]
+    if isinstance(optimizer, torch.optim.Adagrad):
+        return any(float(state["step"]) for state in states)
+    return bool(states)
 
 
 def attach_optimizers(detached: Iterable[DetachedOptimizer], model: nn.Module) -> None:
@@ -171,8 +133,8 @@ def attach_optimizers(detached: Iterable[DetachedOptimizer], model: nn.Module) -
                     raise SpecError([Problem(code="FSDP-E306", setting="params.use_orig", message=message, fix=fix)])
                 parameters[id(parameter)] = parameter
             group["params"] = list(parameters.values())
-        for name, state in item.initial.items():
-            item.optimizer.state[found[name]] = {key: _create(value, found[name]) for key, value in state.items()}
+        if isinstance(item.optimizer, torch.optim.Adagrad):
+            _create_state_of_adagrad(item.optimizer)
         _adaptation(item.optimizer).is_attached = True
 
 
@@ -197,11 +159,13 @@ def check_groups(optimizer: Optimizer, model: nn.Module) -> Problem | None:
     return Problem(code="FSDP-W328", message=message, fix=f"{fix}Groups by names are right: ignore this for them.")
 
 
-def _create(value: Any, parameter: nn.Parameter) -> Any:
-    """Return an initial state value for a sharded parameter."""
-    if isinstance(value, _Filled):
-        return torch.full_like(parameter.detach(), value.value, dtype=value.dtype)
-    return value.clone() if isinstance(value, torch.Tensor) else value
+def _create_state_of_adagrad(optimizer: torch.optim.Adagrad) -> None:
+    """Create the state of new parameters, as the constructor does."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in optimizer.state:
+                total = torch.full_like(parameter.detach(), group["initial_accumulator_value"])
+                optimizer.state[parameter] = {"step": torch.tensor(0.0), "sum": total}
 
 
 def _sharded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

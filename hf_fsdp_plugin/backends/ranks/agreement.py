@@ -31,7 +31,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -51,8 +50,6 @@ from hf_fsdp_plugin.torch_private.functions import default_store, supports_cpu
 T = TypeVar("T")
 _SHORT = 64
 """Maximum length of a text that is exchanged instead of its hash."""
-_MAX_DISTINCT = 8
-"""Maximum number of different objects that are broadcast one after the other."""
 _Failure = tuple[str, str, tuple[Problem, ...]]
 """Class and message of an exception, and the problems of a :class:`SpecError`."""
 _AGREED = "_hf_fsdp_agreed"
@@ -68,22 +65,6 @@ def gather_objects(own: T) -> list[T]:
     return objects
 
 
-def gather_equal_objects(own: T) -> list[T]:
-    """Return the object of every rank, in rank order, where most ranks have equal objects. Collective.
-
-    The ranks exchange hashes. Each different object is sent once, so that the bytes do not grow with the square of the
-    ranks. Ranks with equal objects share one.
-    """
-    if not dist.is_initialized():
-        return [own]
-    hashes = gather_objects(_hash(pickle.dumps(own)))
-    first = {found: hashes.index(found) for found in dict.fromkeys(hashes)}
-    if len(first) > _MAX_DISTINCT:
-        return gather_objects(own)
-    objects = {found: broadcast_object(own, rank) if len(first) > 1 else own for found, rank in first.items()}
-    return [objects[found] for found in hashes]
-
-
 def broadcast_object(own: T, source: int = 0) -> T:
     """Return the object of the rank ``source``. Collective."""
     if not dist.is_initialized():
@@ -91,10 +72,6 @@ def broadcast_object(own: T, source: int = 0) -> T:
     objects = [own]
     dist.broadcast_object_list(objects, src=source)
     return objects[0]
-
-
-def _hash(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def same_on_all_ranks(what: str, value: str) -> None:
@@ -105,7 +82,7 @@ def same_on_all_ranks(what: str, value: str) -> None:
     Raises:
         SpecError: on all ranks, if any value differs.
     """
-    values = gather_objects(value if len(value) <= _SHORT else _hash(value.encode()).hex())
+    values = gather_objects(value if len(value) <= _SHORT else hashlib.sha256(value.encode()).hexdigest())
     different = [rank for rank, other in enumerate(values) if other != values[0]]
     if different:
         message = f"{what} is not the same on all ranks. Ranks that differ from rank 0: {format_names(different)}."

@@ -32,10 +32,10 @@ from hf_fsdp_plugin.hangs.calls import record
 from hf_fsdp_plugin.integrations import call_hooks, peft, resuming, saving, script_arguments
 from hf_fsdp_plugin.integrations.accelerate import fp8, private, run_report
 from hf_fsdp_plugin.integrations.accelerate.accelerator import adopt_models
-from hf_fsdp_plugin.integrations.accelerate.batches import check_even_batches, notice_accumulation
+from hf_fsdp_plugin.integrations.accelerate.batches import notice_accumulation
 from hf_fsdp_plugin.integrations.accelerate.plugin import if_planned, planned_plugin
 from hf_fsdp_plugin.integrations.failure_watch import watch
-from hf_fsdp_plugin.messages import print_once, print_warnings
+from hf_fsdp_plugin.messages import print_warnings
 from hf_fsdp_plugin.observe.first_step import check_added
 from hf_fsdp_plugin.observers import observers
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
@@ -105,16 +105,6 @@ def prepare_optimizer(original: Callable[..., Any], accelerator: Any, *args: Any
     for model in private.prepared_models(accelerator):
         sharding.rebind_optimizers(model, [prepared.optimizer])
     _prepare_optimizers(accelerator, [prepared.optimizer])
-    return prepared
-
-
-@if_planned
-def prepare_data_loader(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Prepare a data loader, and warn if the ranks have different numbers of batches."""
-    prepared = original(*args, **kwargs)
-    private.mark_prepared(accelerator, prepared)
-    if (problem := check_even_batches(prepared)) is not None:
-        print_once(problem)
     return prepared
 
 

@@ -85,7 +85,7 @@ def save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwar
 def _save_together(original: Callable[..., Any], model: Any, place: ModuleLocation, call: dict[str, Any]) -> None:
     """Write the weights of all ranks to the folders of the main processes. Collective."""
     with on_all_ranks("reading the layout of the model"):
-        _check_supported(model, call)
+        _check_supported(model)
         shards = shards_at(place)
     folder = str(Path(call["save_directory"]).absolute())
     folders = [folder for folder, writes in gather_objects((folder, bool(call["is_main_process"]))) if writes]
@@ -193,17 +193,11 @@ def _check_given_state(model: Any, place: ModuleLocation, state: Mapping[str, An
         raise SpecError([Problem(code="FSDP-E671", message=message, fix=fix)])
 
 
-def _check_supported(model: Any, call: Mapping[str, Any]) -> None:
+def _check_supported(model: Any) -> None:
     if private.is_quantized(model) and not stores_adapters(model):
         message = f"the weights of {type(model).__name__} are quantized and sharded, and cannot be stored as one model."
         fix = "Save the adapters that were trained (PeftModel.save_pretrained); the base model is unchanged."
         raise SpecError([Problem(code="FSDP-E673", message=message, fix=fix)])
-    if call.get("path_initial_model_for_weight_conversion") is not None:
-        message = (
-            "path_initial_model_for_weight_conversion loads a second adapter into the model, which is sharded already."
-        )
-        fix = "Save without it, load the adapter in one process, and convert it there."
-        raise SpecError([Problem(code="FSDP-E675", message=message, fix=fix)])
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from hf_fsdp_plugin.integrations.transformers import loading
 from hf_fsdp_plugin.plan import resolve
 from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.spec.load import load_spec
-from tests.support.matrices import needs_transformers
 
 
 @dataclass
@@ -50,13 +49,6 @@ def test_mesh_that_transformers_cannot_make_is_refused(
     monkeypatch.setattr(resolve, "version_of", lambda library: installed)
     with pytest.raises(SpecError, match=rf"Transformers {installed} cannot make.*Install transformers>={needed}\. "):
         received(monkeypatch, sizes)
-
-
-@needs_transformers("5.23")
-def test_mesh_of_a_script_for_transformers_4_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    mesh = Mesh(("dp_replicate", "dp_shard", "tp"), (2, 2, 2))
-    config = received(monkeypatch, {}, tp_plan="auto", device_mesh=mesh)["distributed_config"]
-    assert (config.dp_replicate_size, config.fsdp_size, config.tp_size) == (2, 2, 2)
 
 
 @pytest.mark.parametrize(
