@@ -1,8 +1,7 @@
-"""Batches: their number on each rank, and the samples of an optimizer step after a restart with other ranks.
+"""The samples of an optimizer step after a restart with another number of ranks.
 
-A restart may have another number of ranks. Then the gradient accumulation changes, so that a step has as many samples
-as before. Schedulers that ``prepare`` has wrapped advance once per rank in each step. Scripts give them a length that
-either counts the batches of all ranks, which stays the same, or is multiplied by the number of ranks.
+The gradient accumulation changes, so that a step has as many samples as before. Schedules that would not be the same
+are reported.
 """
 
 from __future__ import annotations
@@ -91,16 +90,16 @@ def keep_samples_per_step(accelerator: Any, checkpoint: Path, saved: Mapping[str
 def _keep_schedule(scheduler: Any, saved: Mapping[str, Any]) -> bool:
     """Continue at the same place of a schedule. Return whether it is the same function of the optimizer steps.
 
-    torch's schedulers load their length from the checkpoint, and advance with the samples, as Accelerate has it. The
-    length of a ``LambdaLR``, such as all of ``transformers.get_scheduler``, is the script's, which mostly multiplies it
-    by the number of ranks.
+    A scheduler advances once for each rank in a step. The length of a ``LambdaLR``, such as all of
+    ``transformers.get_scheduler``, is the script's, which mostly multiplies it by the number of ranks.
     """
     steps, before = _scheduler_steps(scheduler), saved["steps"]
     if steps == before:
         return True
-    if (is_same := _is_same(_factors(scheduler, steps), saved["factors"])) is True:
-        scheduler.scheduler.last_epoch = scheduler.scheduler.last_epoch * steps // before
-    return is_same is not False
+    if not _is_same(_factors(scheduler, steps), saved["factors"]):
+        return False
+    scheduler.scheduler.last_epoch = scheduler.scheduler.last_epoch * steps // before
+    return True
 
 
 def _scheduler_steps(scheduler: Any) -> int:
@@ -119,8 +118,8 @@ def _factors(scheduler: Any, steps: int) -> list[float] | None:
         return None
 
 
-def _is_same(factors: list[float] | None, saved: list[float] | None) -> bool | None:
-    """Return whether two schedules are equal; ``None`` if that is not known."""
+def _is_same(factors: list[float] | None, saved: list[float] | None) -> bool:
+    """Return whether two schedules are known to be equal."""
     if factors is None or saved is None:
-        return None
+        return False
     return all(math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-9) for a, b in zip(factors, saved, strict=True))
