@@ -83,7 +83,7 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
         self.assigned: Mapping[str, Any] = {}
         self.is_in_use = False
         session().ask_for_fsdp()
-        self._use_spec(spec)
+        self.use_spec(spec)
 
     @classmethod
     def replacing(cls, plugin: Any, spec: FsdpSpec) -> PlannedFsdpPlugin:
@@ -128,7 +128,7 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
             spec = with_script_settings(spec, distributed_config=config)
         if spec != self.spec:
             kind = self.state_dict_kind
-            self._use_spec(spec)
+            self.use_spec(spec)
             self.set_state_dict_type(kind)
             print_warnings(spec.problems)
         self.is_in_use = True
@@ -137,7 +137,7 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
         spec = spec_of_further_model(spec, model, is_trained=is_trained)
         return with_script_settings(spec, distributed_config=config)
 
-    def _use_spec(self, spec: FsdpSpec) -> None:
+    def use_spec(self, spec: FsdpSpec) -> None:
         """Set every field from ``spec``, as values of the settings and not as assignments of the script."""
         self.spec = spec
         strategy, prefetch, on_cpu = STRATEGIES[spec.sharding.strategy], spec.prefetch.backward, _runs_on_cpu(spec)
