@@ -243,17 +243,25 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
             _without_full_eval(trainer),
         ):
             result = original(*args, **kwargs)
+    except SystemExit:
+        if agreed.has_exited:
+            _report_training(trainer)
+        raise
     finally:
         agreed.close()
         for callback in callbacks:
             trainer.remove_callback(callback)
     manager().wait()
+    _report_training(trainer)
+    return result
+
+
+def _report_training(trainer: Any) -> None:
+    """Write the report of a training that has ended, with its last checkpoint."""
     folder = trainer.args.output_dir
     checkpoint = Path(folder) / f"{TRAINER_PREFIX}{trainer.state.global_step}"
     last = checkpoint if checkpoint.is_dir() else None
-    batch = private.trainer_batch(trainer)
-    run_report.report_run(trainer.accelerator, output_dir=folder, batch=batch, checkpoint=last)
-    return result
+    run_report.report_run(trainer.accelerator, output_dir=folder, batch=private.trainer_batch(trainer), checkpoint=last)
 
 
 def _full_eval(trainer: Any) -> Literal["bf16", "fp16"] | None:
