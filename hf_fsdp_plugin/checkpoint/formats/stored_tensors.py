@@ -1,13 +1,12 @@
 """Where the tensors of a checkpoint are stored: names, boxes, files and byte offsets, in the same form for all formats.
 
-The readers of the formats read headers and metadata only. :func:`read_run` reads the elements, with the file, byte
-offset and strides that are recorded here.
+The readers of the formats read headers and metadata only. ``checkpoint.reading.resharding`` reads the elements, with
+the file, byte offset and strides that are recorded here.
 """
 
 from __future__ import annotations
 
 import math
-import operator
 from abc import abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN, refuse
 from hf_fsdp_plugin.checkpoint.formats import boxes
-from hf_fsdp_plugin.checkpoint.io import MAX_SPAN, InputFiles, read_range
+from hf_fsdp_plugin.checkpoint.io import read_range
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.text import format_names, plural
@@ -315,29 +314,3 @@ def labelled_tensors(stored: StoredModel | StoredOptimizer) -> Iterator[tuple[st
         return
     for name, entry in stored.state.items():
         yield from ((f"{key} of {name}", value) for key, value in entry.items() if isinstance(value, StoredTensor))
-
-
-_MIN_SPLIT = 64 << 10
-"""Ranges of at most this many bytes are read at once, even if most bytes are not needed."""
-
-
-def read_run(files: InputFiles, tensor: StoredTensor, start: int, stop: int, out: memoryview) -> None:
-    """Read the elements ``[start, stop)`` of the row-major tensor into ``out``, which has the same size in bytes."""
-    size = boxes.dtype_size(tensor.dtype)
-    for box in boxes.flat_range(tensor.shape, start, stop):
-        part, out = out[: box.numel * size], out[box.numel * size :]
-        for piece, common, offset in tensor.parts_of(box):
-            within = boxes.Box(tuple(each.start for each in boxes.relative_slices(common, box)), common.sizes)
-            first = boxes.flat_start(within, box.sizes)
-            if first is not None and boxes.is_row_major(piece.strides, common.sizes):
-                files.read(piece.file, offset, part[first * size : (first + common.numel) * size])
-                continue
-            import numpy
-
-            target = numpy.frombuffer(part, f"u{size}").reshape(box.sizes)[boxes.relative_slices(common, box)]
-            steps = [stride * size for stride in piece.strides]
-            for each in boxes.strided_parts(piece.strides, common.sizes, MAX_SPAN // size, _MIN_SPLIT // size):
-                stored = numpy.empty(boxes.element_span(piece.strides, each.sizes), target.dtype)
-                files.read(piece.file, offset + sum(map(operator.mul, each.offsets, steps)), stored.data.cast("B"))
-                into = target[boxes.relative_slices(each, boxes.whole_box(common.sizes))]
-                into[...] = numpy.lib.stride_tricks.as_strided(stored, each.sizes, steps)

@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import os
 import re
-import sys
-from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.checkpoint.checking import inspection
-from hf_fsdp_plugin.checkpoint.checking.against_model import ConfigCheck, config_problems, manifest_problems
 from hf_fsdp_plugin.checkpoint.checking.verify import (
     Progress,
     crc_problems,
@@ -27,11 +23,12 @@ from hf_fsdp_plugin.checkpoint.checking.verify import (
 from hf_fsdp_plugin.checkpoint.errors import problem
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, Manifest, read_manifest
-from hf_fsdp_plugin.checkpoint.formats.stored_tensors import MAX_PROBLEMS, StoredModel
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import MAX_PROBLEMS
 from hf_fsdp_plugin.checkpoint.io import hash_file
 from hf_fsdp_plugin.checkpoint.names import BLOCK_FILE, MANIFEST_NAME, OPTIMIZER
 from hf_fsdp_plugin.problems import CheckpointError, Problem, has_errors
 from hf_fsdp_plugin.text import format_names
+from hf_fsdp_plugin.tools.verify.comparison import config_problems, manifest_problems
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,23 +67,10 @@ def verify(checkpoint: Path, *, config_check: bool = True, progress: Progress = 
     """Verify the checkpoint ``checkpoint``, or the checkpoint that contains this folder.
 
     Args:
-        config_check: compare names and shapes with the model of ``config.json``. A process that has not imported torch
-            leaves that to a child process, which runs beside the hashing.
+        config_check: compare names and shapes with the model of ``config.json``.
         progress: called while bytes are read.
     """
     folder = inspection.checkpoint_of(checkpoint)
-    is_beside = config_check and "torch" not in sys.modules and (folder / "config.json").is_file()
-    with ConfigCheck(folder, 0, folder) if is_beside else nullcontext() as beside:
-
-        def compare_with_config(model: StoredModel) -> list[Problem]:
-            if not config_check:
-                return []
-            return config_problems(model, folder) if beside is None else beside.problems()
-
-        return _verify(folder, compare_with_config, progress)
-
-
-def _verify(folder: Path, compare_with_config: Callable[[StoredModel], list[Problem]], progress: Progress) -> Verdict:
     manifest: Manifest | None = None
     problems: list[Problem] = []
     try:
@@ -106,7 +90,7 @@ def _verify(folder: Path, compare_with_config: Callable[[StoredModel], list[Prob
         num_checked, damaged = crc_problems(folder, files, progress)
         problems += damaged
     is_reported = manifest is None or has_errors(problems)  # damage that makes the contents unreadable
-    problems += _contents_problems(folder, manifest, compare_with_config, is_reported=is_reported)
+    problems += _contents_problems(folder, manifest, config_check=config_check, is_reported=is_reported)
     if num_checked < sum(sizes) and not has_errors(problems):
         message = f"has no {MANIFEST_NAME}; only {num_checked:,} of {sum(sizes):,} bytes have a checksum"
         problems.append(problem("FSDP-N474", folder, f"{message} and were verified."))
@@ -153,11 +137,7 @@ def _extra_files(folder: Path, manifest: Manifest) -> list[Problem]:
 
 
 def _contents_problems(
-    folder: Path,
-    manifest: Manifest | None,
-    compare_with_config: Callable[[StoredModel], list[Problem]],
-    *,
-    is_reported: bool,
+    folder: Path, manifest: Manifest | None, *, config_check: bool, is_reported: bool
 ) -> list[Problem]:
     """Compare stored names, shapes and dtypes with the manifest and with the model of the config."""
     try:
@@ -174,7 +154,4 @@ def _contents_problems(
         unlisted = [path for path in read if path.relative_to(folder).as_posix() not in listed]
         problems += [unlisted_problem(path) for path in unlisted[:MAX_PROBLEMS]]  # a resume refuses them
         problems += manifest_problems(model, optimizer, manifest)
-    try:
-        return problems + compare_with_config(model)
-    except CheckpointError as error:  # nothing is known
-        return problems + list(error.problems)
+    return problems + (config_problems(model, folder) if config_check else [])

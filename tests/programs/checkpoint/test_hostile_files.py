@@ -8,11 +8,8 @@ import zipfile
 from pathlib import Path
 
 import torch
-from safetensors.numpy import save_file
 
-from hf_fsdp_plugin.checkpoint.checking.against_model import ConfigCheck
 from hf_fsdp_plugin.checkpoint.reading.states import load_state_file
-from tests.support.merge_inputs import TENSORS
 
 
 def test_compressed_state_is_refused_before_it_grows(tmp_path: Path) -> None:
@@ -51,12 +48,3 @@ def test_file_larger_than_the_memory_is_refused(tmp_path: Path) -> None:
         [sys.executable, "-c", program, tmp_path / "config.json"], capture_output=True, text=True, timeout=60
     )
     assert "FSDP-E412" in done.stdout, done.stderr
-
-
-def test_problems_of_the_config_check_have_a_place(tmp_path: Path) -> None:
-    save_file(TENSORS, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text('{"model_type": "no such"}')
-    with ConfigCheck(tmp_path, 0, tmp_path) as check:
-        (found,) = check.problems()
-    assert found.code == "FSDP-N475" and found.origin is not None
-    assert found.origin.source_line == str(tmp_path / "config.json")

@@ -13,11 +13,11 @@ import torch
 
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, StoredOptimizer, shared_tensors
-from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
 from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.tools.convert import checkpoint as conversion
 from hf_fsdp_plugin.tools.convert.deepspeed_files import read_engines
 from hf_fsdp_plugin.tools.inspect.summary import summarize
+from hf_fsdp_plugin.tools.merge.merging import MergeOptions, merge
 from hf_fsdp_plugin.tools.verify.verification import verify
 from tests.support.assembled import assembled
 from tests.support.deepspeed_files import STATES, STEP, Zero, change

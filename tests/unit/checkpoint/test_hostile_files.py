@@ -15,12 +15,12 @@ from safetensors.numpy import save_file
 from hf_fsdp_plugin.checkpoint.checking.inspection import _last_file_problems
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
 from hf_fsdp_plugin.checkpoint.io import parse_json
-from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.checkpoint.reading.resharding import _model_type
 from hf_fsdp_plugin.checkpoint.reading.states import load_state_file
 from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.tools.export.verb import find_checkpoint
+from hf_fsdp_plugin.tools.merge.merging import MergeOptions, merge
 from hf_fsdp_plugin.tools.verify.verification import verify
 from tests.support import saved
 from tests.support.merge_inputs import CONFIG, TENSORS

@@ -12,8 +12,8 @@ import pytest
 
 from hf_fsdp_plugin.checkpoint.formats import manifest
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
-from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
 from hf_fsdp_plugin.problems import CheckpointError
+from hf_fsdp_plugin.tools.merge.merging import MergeOptions, merge
 from hf_fsdp_plugin.tools.verify.verification import verify
 from tests.support import damages, saved
 from tests.support.merge_inputs import tree

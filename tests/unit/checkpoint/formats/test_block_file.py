@@ -12,9 +12,9 @@ from hf_fsdp_plugin.checkpoint.checking.verify import files_of_checkpoint
 from hf_fsdp_plugin.checkpoint.formats import manifest
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
 from hf_fsdp_plugin.checkpoint.formats.manifest import RECORD_SIZE, BlockTable, FileRange, FileRecord, read_manifest
-from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
 from hf_fsdp_plugin.checkpoint.names import BLOCK_FILE, MANIFEST_NAME
 from hf_fsdp_plugin.problems import CheckpointError
+from hf_fsdp_plugin.tools.merge.merging import MergeOptions, merge
 from hf_fsdp_plugin.tools.verify.verification import verify
 from tests.support import damages, saved
 

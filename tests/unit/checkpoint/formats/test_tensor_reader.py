@@ -8,12 +8,14 @@ from pathlib import Path
 
 import numpy
 import pytest
+import torch
 
 from hf_fsdp_plugin.checkpoint import io
-from hf_fsdp_plugin.checkpoint.formats import stored_tensors as merge_read
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, flat_range, row_major, whole_box
-from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredPiece, StoredTensor, read_run
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredPiece, StoredTensor
 from hf_fsdp_plugin.checkpoint.io import InputFiles
+from hf_fsdp_plugin.checkpoint.reading import resharding
+from hf_fsdp_plugin.checkpoint.shards import pieces_in
 from hf_fsdp_plugin.problems import CheckpointError
 
 SHAPE = (7, 6, 5)
@@ -29,6 +31,13 @@ def stored(folder: Path, boxes: list[Box], order: str = "C") -> StoredTensor:
         strides = row_major(box.sizes) if order == "C" else tuple(reversed(row_major(box.sizes[::-1])))
         pieces.append(StoredPiece(box, f"{number}.bin", 3, strides))
     return StoredTensor("weight", "int32", SHAPE, tuple(pieces))
+
+
+def read_run(files: InputFiles, tensor: StoredTensor, start: int, stop: int, out: memoryview) -> None:
+    """Read the elements ``[start, stop)`` of the row-major tensor."""
+    values = torch.frombuffer(out, dtype=getattr(torch, tensor.dtype))
+    pieces = pieces_in(values, flat_range(tensor.shape, start, stop))
+    resharding.execute_transfers(files, resharding.plan_transfers(tensor, pieces))
 
 
 def halves(dim: int) -> list[Box]:
@@ -53,7 +62,7 @@ CUTS = {
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("cut", CUTS)
 def test_runs_are_read_from_any_pieces(cut: str, order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merge_read, "MAX_SPAN", 64)  # so that spans are split, as those of large tensors
+    monkeypatch.setattr(resharding, "MAX_SPAN", 64)  # so that spans are split, as those of large tensors
     tensor = stored(tmp_path, CUTS[cut], order)
     with InputFiles(tmp_path) as files:
         for start, stop in [(0, 210), (0, 1), (13, 14), (31, 180), (209, 210), (60, 90)]:
