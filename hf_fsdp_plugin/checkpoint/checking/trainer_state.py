@@ -74,7 +74,7 @@ def check_trainer_state(path: Path, fields: Collection[str] | None = None) -> No
 def _missing_states(checkpoint: Path) -> tuple[str, ...]:
     """Return what is missing, as regular files, of optimizer, schedule and random state."""
     found = (
-        read_stored_optimizer(checkpoint, partial=True) is not None,
+        read_stored_optimizer(checkpoint) is not None,
         (checkpoint / file_names.TRAINER_SCHEDULE).is_file(),
         any(path.is_file() for path in checkpoint.glob(f"{file_names.TRAINER_RNG}*.pth")),
     )

@@ -1,4 +1,4 @@
-"""Compares bytes of a checkpoint with the hashes of its manifest, or with the checksums of ``torch.save``'s archives.
+"""Compares bytes of a checkpoint with the hashes of its manifest.
 
 A rank that resumes reads parts of some files. It reads and compares the blocks of the manifest that contain these
 parts, and no others.
@@ -6,36 +6,20 @@ parts, and no others.
 
 from __future__ import annotations
 
-import functools
-import os
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from functools import partial
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from pathlib import Path
 
 from hf_fsdp_plugin.checkpoint.checking import inspection
 from hf_fsdp_plugin.checkpoint.errors import problem
-from hf_fsdp_plugin.checkpoint.formats.boxes import dtype_size, element_span
-from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, Manifest, read_manifest
-from hf_fsdp_plugin.checkpoint.formats.stored_tensors import (
-    PieceTable,
-    StoredModel,
-    StoredOptimizer,
-    labelled_tensors,
-)
-from hf_fsdp_plugin.checkpoint.formats.torch_files import crc_file
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, StoredOptimizer, labelled_tensors
 from hf_fsdp_plugin.checkpoint.io import InputFiles, hash_bytes, hash_file
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.text import format_names
-
-Progress = Callable[[str, int, int], None]
-"""Progress callback: receives the step (``merge``, ``verify``), the bytes since the last call, and the total."""
 
 REPLACE_FILE = "Replace this file with an undamaged copy, or resume from an earlier checkpoint."
 
@@ -89,12 +73,9 @@ def check_headers(files: InputFiles, stored: StoredModel | StoredOptimizer, rank
         return
     places: dict[str, list[tuple[int, int]]] = {file: [] for file in stored.files[rank::world_size]}
     for _, tensor in labelled_tensors(stored):
-        if isinstance(tensor.pieces, PieceTable):
-            continue  # its files have not been read
         for piece in tensor.pieces:
             if piece.file in places:
-                size = element_span(piece.strides, piece.box.sizes) * dtype_size(tensor.dtype)
-                places[piece.file].append((piece.offset, piece.offset + size))
+                places[piece.file].append((piece.offset, piece.stop(tensor.dtype)))
     for file, taken in places.items():
         taken.sort()
         at = 0
@@ -206,67 +187,3 @@ def unlisted_problem(path: Path) -> Problem:
     message = f"is not listed in {MANIFEST_NAME}, so its bytes cannot be verified."
     fix = f"Restore the checkpoint's own files. If you replaced them on purpose, delete {MANIFEST_NAME}."
     return problem("FSDP-E459", path, message, fix)
-
-
-def damaged_ranges(
-    files: Mapping[Path, Sequence[FileRange]], digest: Callable[[Path, int, int], str], progress: Progress
-) -> tuple[dict[Path, list[FileRange]], list[Problem]]:
-    """Return the ranges of each file whose checksum differs, and a problem for each file that cannot be read."""
-    ranges = [(path, item) for path, items in files.items() for item in items]
-    total = sum(item.stop - item.start for _, item in ranges)
-    progress("verify", 0, total)
-    damaged: dict[Path, list[FileRange]] = {}
-    problems: dict[Path, Problem] = {}
-
-    def examine(place: tuple[Path, FileRange]) -> bool | str:
-        path, item = place
-        try:
-            return digest(path, item.start, item.stop) == item.hash
-        except OSError as error:
-            return error.strerror or str(error)
-        except CheckpointError:  # the file was truncated after its size was checked
-            return False
-
-    # Hashing and reading release the GIL, so that threads use all cores.
-    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-        for (path, item), found in zip(ranges, pool.map(examine, ranges), strict=True):
-            progress("verify", item.stop - item.start, total)
-            if isinstance(found, str):
-                problems[path] = problem("FSDP-E472", path, f"cannot be read: {found}.", REPLACE_FILE)
-            elif not found:
-                damaged.setdefault(path, []).append(item)
-    return damaged, list(problems.values())
-
-
-def crc_problems(
-    folder: Path, files: Iterable[Path], progress: Progress = lambda *_: None
-) -> tuple[int, list[Problem]]:
-    """Return the number of bytes with a CRC-32, and a problem for each archive that is damaged or incomplete."""
-    offsets = functools.cache(partial(_tensor_offsets, folder))  # only needed to name the tensors in damaged bytes
-
-    def names_between(path: Path, start: int, stop: int) -> list[str]:
-        return [name for offset, name in offsets().get(path, ()) if start <= offset < stop]
-
-    problems: list[Problem] = []
-    ranges: dict[Path, list[FileRange]] = {}
-    for path in files:
-        entries = inspection.archive_entries(path, problems, REPLACE_FILE, partial(names_between, path, 0))
-        ranges[path] = [FileRange(start=each.start, stop=each.stop, hash=str(each.crc)) for each in entries if each.crc]
-    damaged, unreadable = damaged_ranges(ranges, lambda *place: str(crc_file(*place)), progress)
-    for path, found in damaged.items():
-        names = [name for item in found for name in names_between(path, item.start, item.stop)]
-        problems.append(damage_problem(path, found, len(ranges[path]), names))
-    num_bytes = sum(item.stop - item.start for items in ranges.values() for item in items)
-    return num_bytes, problems + unreadable
-
-
-def _tensor_offsets(folder: Path) -> dict[Path, list[tuple[int, str]]]:
-    """Return byte offset and name of every tensor in a file, in ascending order; what is unreadable is skipped."""
-    found: dict[Path, list[tuple[int, str]]] = {}
-    for read in (read_stored_model, read_stored_optimizer):
-        with suppress(CheckpointError):
-            stored = read(folder)
-            for label, tensor in labelled_tensors(stored) if stored is not None else ():
-                for piece in tensor.pieces:
-                    found.setdefault(folder / piece.file, []).append((piece.offset, label))
-    return {path: sorted(offsets) for path, offsets in found.items()}

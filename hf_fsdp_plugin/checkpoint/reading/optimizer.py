@@ -61,7 +61,7 @@ def load_optimizer(
     """
 
     def read() -> StoredOptimizer:
-        stored = read_stored_optimizer(checkpoint, number, partial=True)
+        stored = read_stored_optimizer(checkpoint, number)
         if stored is None:
             fix = "Resume from a checkpoint with optimizer state (save_only_model: false), or use a new optimizer."
             refuse("FSDP-E424", checkpoint, "has no optimizer state.", fix)

@@ -27,7 +27,6 @@ from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, s
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.io import object_in
 from hf_fsdp_plugin.checkpoint.names import (
-    BLOCK_FILE,
     HF_MODEL,
     HF_MODEL_BIN,
     MANIFEST_NAME,
@@ -189,8 +188,8 @@ def _expect_more_files(trainer: Any, folder: Path) -> None:
     The manifest would not list the other parts, with which a resume would refuse the checkpoint. Collective.
     """
     with on_all_ranks(f"writing {folder}"):
-        for name in (MANIFEST_NAME, BLOCK_FILE) if dist.get_rank() == 0 else ():
-            (folder / name).unlink(missing_ok=True)
+        if dist.get_rank() == 0:
+            (folder / MANIFEST_NAME).unlink(missing_ok=True)
     message = f"{type(trainer).__name__} writes the files of {folder.name} one after the other: an interrupted save "
     message += "leaves an incomplete folder. It has no manifest, so that its bytes cannot be verified."
     fix = "Call super()._save_checkpoint(model, trial) in the class, and add files to its folder afterwards."

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_fsdp_plugin.checkpoint import names as file_names
-from hf_fsdp_plugin.checkpoint.checking.verify import Progress
 from hf_fsdp_plugin.checkpoint.errors import file_problems_inside, problem, raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.folders import restore_replaced
 from hf_fsdp_plugin.checkpoint.formats.known_formats import DEEPSPEED_FILES
@@ -27,6 +26,7 @@ from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredTensor, label
 from hf_fsdp_plugin.checkpoint.io import InputFiles
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_names, plural
+from hf_fsdp_plugin.tools.common import Progress
 from hf_fsdp_plugin.tools.convert.deepspeed_files import FORMAT, SavedEngine, read_engines
 from hf_fsdp_plugin.tools.merge.output import MergeStaging, check_places, check_space
 from hf_fsdp_plugin.version import __version__

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from hf_fsdp_plugin.checkpoint.checking.verify import Progress
 from hf_fsdp_plugin.checkpoint.errors import problem
 from hf_fsdp_plugin.checkpoint.formats.boxes import flat_range
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
@@ -21,6 +20,7 @@ from hf_fsdp_plugin.checkpoint.reading.resharding import execute_transfers, plan
 from hf_fsdp_plugin.checkpoint.shards import pieces_in
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_names, plural
+from hf_fsdp_plugin.tools.common import Progress
 from hf_fsdp_plugin.tools.merge.output import MergePlan
 
 BLOCK = 4 << 20

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.checking.inspection import checkpoint_of
-from hf_fsdp_plugin.checkpoint.checking.verify import Progress, VerifiedFiles, check_headers
+from hf_fsdp_plugin.checkpoint.checking.verify import VerifiedFiles, check_headers
 from hf_fsdp_plugin.checkpoint.errors import problem, raise_if_any
 from hf_fsdp_plugin.checkpoint.folders import restore_replaced
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, refuse_deepspeed
@@ -23,6 +23,7 @@ from hf_fsdp_plugin.checkpoint.formats.safetensors import index_text
 from hf_fsdp_plugin.checkpoint.io import InputFiles, write_atomically
 from hf_fsdp_plugin.problems import Problem, has_errors
 from hf_fsdp_plugin.text import format_names, plural
+from hf_fsdp_plugin.tools.common import Progress
 from hf_fsdp_plugin.tools.merge import copying, output
 from hf_fsdp_plugin.tools.verify.comparison import config_problems, manifest_problems, read_config
 

@@ -13,21 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.checkpoint.checking import inspection
-from hf_fsdp_plugin.checkpoint.checking.verify import (
-    Progress,
-    crc_problems,
-    damage_problem,
-    damaged_ranges,
-    unlisted_problem,
-)
+from hf_fsdp_plugin.checkpoint.checking.verify import damage_problem, unlisted_problem
 from hf_fsdp_plugin.checkpoint.errors import problem
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, Manifest, read_manifest
-from hf_fsdp_plugin.checkpoint.formats.stored_tensors import MAX_PROBLEMS
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import MAX_PROBLEMS, labelled_tensors
 from hf_fsdp_plugin.checkpoint.io import hash_file
 from hf_fsdp_plugin.checkpoint.names import BLOCK_FILE, MANIFEST_NAME, OPTIMIZER
 from hf_fsdp_plugin.problems import CheckpointError, Problem, has_errors
 from hf_fsdp_plugin.text import format_names
+from hf_fsdp_plugin.tools.common import Progress
+from hf_fsdp_plugin.tools.verify.archives import crc_problems, damaged_ranges
 from hf_fsdp_plugin.tools.verify.comparison import config_problems, manifest_problems
 
 
@@ -79,7 +75,7 @@ def verify(checkpoint: Path, *, config_check: bool = True, progress: Progress = 
         problems += error.problems
     if manifest is not None:
         sizes = [record.size for record in manifest.files]
-        num_checked = sum(sizes)
+        num_checked = sum(record.size for record in manifest.files if record.ranges)
         problems += inspection.file_problems(folder, manifest)
         problems += _byte_problems(folder, manifest, progress)
         problems += _extra_files(folder, manifest)
@@ -92,7 +88,8 @@ def verify(checkpoint: Path, *, config_check: bool = True, progress: Progress = 
     is_reported = manifest is None or has_errors(problems)  # damage that makes the contents unreadable
     problems += _contents_problems(folder, manifest, config_check=config_check, is_reported=is_reported)
     if num_checked < sum(sizes) and not has_errors(problems):
-        message = f"has no {MANIFEST_NAME}; only {num_checked:,} of {sum(sizes):,} bytes have a checksum"
+        what = f"has no {MANIFEST_NAME}" if manifest is None else f"has an {MANIFEST_NAME} of an earlier version"
+        message = f"{what}; only {num_checked:,} of {sum(sizes):,} bytes have a checksum"
         problems.append(problem("FSDP-N474", folder, f"{message} and were verified."))
     return Verdict(
         checkpoint=folder,
@@ -106,13 +103,10 @@ def verify(checkpoint: Path, *, config_check: bool = True, progress: Progress = 
 def _byte_problems(folder: Path, manifest: Manifest, progress: Progress) -> list[Problem]:
     """Return a problem for every file whose bytes differ from the saved ones."""
     files: dict[Path, list[FileRange]] = {}
-    try:
-        for record in manifest.files:
-            path = folder / record.path
-            if (size := inspection.regular_size(path)) is not None:
-                files[path] = [piece for piece in record.ranges if piece.stop <= size]
-    except CheckpointError as error:  # the hashes are damaged
-        return list(error.problems)
+    for record in manifest.files:
+        path = folder / record.path
+        if (size := inspection.regular_size(path)) is not None:
+            files[path] = [piece for piece in record.ranges if piece.stop <= size]
     damaged, problems = damaged_ranges(files, hash_file, progress)
     for path, found in damaged.items():
         problems.append(damage_problem(path, found, len(files[path]), [piece.name for piece in found]))
@@ -150,8 +144,13 @@ def _contents_problems(
     problems: list[Problem] = []
     if manifest is not None:
         listed = {record.path for record in manifest.files}
-        read = [stored.root / file for stored in (model, optimizer) if stored is not None for file in stored.files]
-        unlisted = [path for path in read if path.relative_to(folder).as_posix() not in listed]
+        read = {
+            stored.root / file
+            for stored in (model, optimizer)
+            if stored is not None
+            for file in [*stored.files, *(each for _, tensor in labelled_tensors(stored) for each in tensor.files())]
+        }
+        unlisted = [path for path in sorted(read) if path.relative_to(folder).as_posix() not in listed]
         problems += [unlisted_problem(path) for path in unlisted[:MAX_PROBLEMS]]  # a resume refuses them
         problems += manifest_problems(model, optimizer, manifest)
     return problems + (config_problems(model, folder) if config_check else [])

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import pickle
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.numpy import save_file
 
 from hf_fsdp_plugin.checkpoint.checking.inspection import _last_file_problems
@@ -17,7 +14,6 @@ from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
 from hf_fsdp_plugin.checkpoint.io import parse_json
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.checkpoint.reading.resharding import _model_type
-from hf_fsdp_plugin.checkpoint.reading.states import load_state_file
 from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.tools.export.verb import find_checkpoint
 from hf_fsdp_plugin.tools.merge.merging import MergeOptions, merge
@@ -25,7 +21,6 @@ from hf_fsdp_plugin.tools.verify.verification import verify
 from tests.support import saved
 from tests.support.merge_inputs import CONFIG, TENSORS
 from tests.support.merge_inputs import save as save_local
-from tests.unit.checkpoint.hostile_pickles import ATTACKS
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "config.json", "vocab.txt"])
@@ -76,37 +71,6 @@ def test_duplicate_key_in_an_index_of_weights_is_refused(tmp_path: Path) -> None
     (tmp_path / "model.safetensors.index.json").write_text(f'{{"weight_map": {{{entries}}}}}')
     with pytest.raises(CheckpointError, match=r"duplicate key 'model\.steps'.*FSDP-E453"):
         read_stored_model(tmp_path)
-
-
-def with_pickle(path: Path, data: bytes, form: str) -> Path:
-    """Write a file of ``torch.save`` whose pickle is replaced."""
-    if form == "zip":
-        torch.save({"last_epoch": 7}, path)
-        with zipfile.ZipFile(path) as source:
-            records = {name: source.read(name) for name in source.namelist()}
-        with zipfile.ZipFile(path, "w") as target:
-            for name, record in records.items():
-                target.writestr(name, data if name.endswith("data.pkl") else record)
-        return path
-    torch.save({"last_epoch": 7}, path, _use_new_zipfile_serialization=False)
-    with path.open("rb") as file:
-        for _ in range(3):  # the magic number, the version and the system
-            pickle.load(file)
-        head = path.read_bytes()[: file.tell()]
-    path.write_bytes(head + data)
-    return path
-
-
-@pytest.mark.parametrize("form", ["zip", "legacy"])
-@pytest.mark.parametrize(
-    "name", ["a key of shared tuples", "a key of a million nested tuples", "a frozenset of shared tuples"]
-)
-def test_exhausting_pickle_of_a_state_is_refused(tmp_path: Path, name: str, form: str) -> None:
-    """torch's own reader hangs or crashes, so a resume would, too."""
-    with pytest.raises(CheckpointError, match="FSDP-E455"):
-        load_state_file(with_pickle(tmp_path / "scheduler.pt", ATTACKS[name], form))
-    plain = with_pickle(tmp_path / "scheduler.pt", pickle.dumps({"a": (1, 2)}, 2) + pickle.dumps([], 2), form)
-    assert load_state_file(plain) == {"a": (1, 2)}
 
 
 @pytest.mark.parametrize("text", ["[1]", '"x"', "5", "[" * 100_000, '{"best_model_checkpoint": 5}'])

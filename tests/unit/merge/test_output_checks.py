@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import save_file
 
+from hf_fsdp_plugin.checkpoint.formats.boxes import whole_box
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
 from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.tools.merge import copying
@@ -51,8 +52,9 @@ def test_verify_finds_a_flipped_bit_of_the_output(checkpoint: Path, out: Path, m
 
 
 def test_verify_finds_a_flipped_bit_of_the_input(checkpoint: Path, out: Path) -> None:
-    piece = read_stored_model(checkpoint).tensors["model.norm.weight"].pieces[1]
-    damages.flip(checkpoint / piece.file, piece.offset)
+    tensor = read_stored_model(checkpoint).tensors["model.norm.weight"]
+    (_, (piece, _, offset)) = tensor.parts_of(whole_box(tensor.shape))
+    damages.flip(checkpoint / piece.file, offset)
     with pytest.raises(CheckpointError, match=r"__1_0\.distcp: .*FSDP-E471"):
         merge(checkpoint, out, MergeOptions(verify=True))
     assert not out.exists()

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from hf_fsdp_plugin.checkpoint.formats.torch_files import stored_entries
+from hf_fsdp_plugin.tools.verify.archives import stored_entries
 from hf_fsdp_plugin.tools.verify.verification import verify
 from tests.support import damages
 from tests.support.saved import errors, notes, only_error

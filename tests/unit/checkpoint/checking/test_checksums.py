@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from hf_fsdp_plugin.checkpoint.formats.torch_files import NotAnArchive, crc_file, stored_entries
+from hf_fsdp_plugin.tools.verify.archives import NotAnArchive, crc_file, stored_entries
 
 
 def test_archives_without_checksums_are_accepted(tmp_path):

@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 from hf_fsdp_plugin.checkpoint.checking.inspection import why_incomplete
 from hf_fsdp_plugin.checkpoint.formats.boxes import whole_box
-from hf_fsdp_plugin.checkpoint.formats.torch_files import NotAnArchive, stored_entries
 from hf_fsdp_plugin.checkpoint.names import ENTRY_ALIGNMENT
 from hf_fsdp_plugin.checkpoint.shards import LocalShard, ModelShards, OptimizerShards, Piece
 from hf_fsdp_plugin.checkpoint.writing.dcp_files import complete_folders
 from hf_fsdp_plugin.checkpoint.writing.file_parts import PartWriter
 from hf_fsdp_plugin.checkpoint.writing.state_files import model_files, optimizer_files
 from hf_fsdp_plugin.tools.inspect.summary import summarize
+from hf_fsdp_plugin.tools.verify.archives import NotAnArchive, stored_entries
 from hf_fsdp_plugin.tools.verify.verification import verify
 from tests.support import saved
 
