@@ -77,7 +77,7 @@ def test_resume_in_another_world_reads_few_pieces(worlds: Worlds, share: float) 
 def test_more_ranks_than_open_files_are_read(tmp_path: Path) -> None:
     saved = save(tmp_path, 100)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 75, limits[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 150, limits[1]))
     try:
         counts, _, _ = saved.resume(1)
     finally:
