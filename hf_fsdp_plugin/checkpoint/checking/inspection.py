@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from hf_fsdp_plugin.checkpoint import names as file_names
-from hf_fsdp_plugin.checkpoint.checking.trainer_state import check_trainer_state
+from hf_fsdp_plugin.checkpoint.checking.trainer_state import check_object
 from hf_fsdp_plugin.checkpoint.errors import problem
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, read_manifest
@@ -142,7 +142,7 @@ def _last_file_problems(folder: Path) -> list[Problem]:
     try:
         if re.fullmatch(rf"{file_names.TRAINER_PREFIX}\d+", name):
             path.stat()
-            check_trainer_state(path)
+            check_object(path)
         elif re.fullmatch(rf"{file_names.ACCELERATE_PREFIX}\d+", name):
             path = folder / file_names.accelerate_rng_file(0)
             path.stat()

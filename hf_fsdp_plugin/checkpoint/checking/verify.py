@@ -40,10 +40,9 @@ def damage_problem(path: Path, damaged: Sequence[FileRange], num_ranges: int, na
 
 _RUN = 4 << 20
 """Maximum number of bytes of whole blocks that are read at once: few, so that they are hashed in the CPU cache."""
-_MAX_KEPT = 64 << 20
-"""A block of which a read needs only a part is kept for the next read. Maximum number of bytes of all kept blocks."""
-_MAX_KEPT_IN_ORDER = 2 << 20
-"""Maximum number of kept bytes if files are read from start to end: two of the largest blocks that are written."""
+_MAX_KEPT = 2 << 20
+"""A block of which a read needs only a part is kept for the next read. Maximum number of bytes of all kept blocks: two
+of the largest blocks that are written, because files are read from start to end."""
 _MAX_BLOCK = 16 << 20
 """Maximum size in bytes of a block that is kept. Files without tensors, and earlier manifests, have larger ranges."""
 
@@ -58,7 +57,7 @@ def files_of_checkpoint(checkpoint: Path, stored: StoredModel | StoredOptimizer,
     """
     folder = inspection.checkpoint_of(checkpoint)
     manifest = read_manifest(folder) if verify else None
-    return InputFiles(stored.root) if manifest is None else VerifiedFiles(stored.root, manifest, folder, in_order=True)
+    return InputFiles(stored.root) if manifest is None else VerifiedFiles(stored.root, manifest, folder)
 
 
 def check_headers(files: InputFiles, stored: StoredModel | StoredOptimizer, rank: int = 0, world_size: int = 1) -> None:
@@ -91,12 +90,10 @@ class VerifiedFiles(InputFiles):
 
     Args:
         manifest: the manifest of the checkpoint ``folder``, which contains ``root``.
-        in_order: each file is read from its start to its end, so that few blocks have to be kept.
     """
 
-    def __init__(self, root: Path, manifest: Manifest, folder: Path, in_order: bool = False) -> None:
+    def __init__(self, root: Path, manifest: Manifest, folder: Path) -> None:
         super().__init__(root)
-        self._max_kept = _MAX_KEPT_IN_ORDER if in_order else _MAX_KEPT
         self._folder = folder
         self._below = root.resolve().relative_to(folder.resolve())
         self._records = {record.path: record for record in manifest.files}
@@ -166,7 +163,7 @@ class VerifiedFiles(InputFiles):
             super().read(file, block.start, data)
             self._compare(file, block, hash_bytes(data))
             self._kept[key] = data
-            while len(self._kept) > 1 and sum(map(len, self._kept.values())) > self._max_kept:
+            while len(self._kept) > 1 and sum(map(len, self._kept.values())) > _MAX_KEPT:
                 self._kept.popitem(last=False)
         begin = offset - block.start
         out[:] = self._kept[key][begin : begin + len(out)]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import struct
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -23,11 +22,9 @@ from hf_fsdp_plugin.checkpoint import errors
 from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.formats.boxes import SAFETENSORS_NAMES, SIZES, dtype_size
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredState, tensor_in_file
-from hf_fsdp_plugin.checkpoint.io import open_for_reading, parse_json, read_file
+from hf_fsdp_plugin.checkpoint.io import open_for_reading, read_file
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_names, plural
-
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 DTYPES = {
     **{name: dtype for dtype, name in SAFETENSORS_NAMES.items()},
@@ -64,7 +61,7 @@ def read_entries(
             with safe_open(path, "np") as opened:
                 found = opened.metadata() or {}
             file.seek(8)
-            header = parse_json(file.read(struct.unpack("<Q", head[:8])[0]))
+            header = json.loads(file.read(struct.unpack("<Q", head[:8])[0]))
         except (SafetensorError, ValueError) as error:
             size = os.fstat(file.fileno()).st_size
             message = f"has {size} bytes, and is truncated, damaged or not a safetensors file ({error})."
@@ -99,7 +96,7 @@ def parse_weight_map(index: Path) -> dict[str, set[str]]:
     errors.refuse_lfs_pointer(index, text)
     try:
         shards: dict[str, set[str]] = {}
-        for name, file in parse_json(text)["weight_map"].items():
+        for name, file in json.loads(text)["weight_map"].items():
             if not isinstance(file, str):
                 raise TypeError(f"{name!r} is in {file!r}")
             shards.setdefault(file, set()).add(name)
@@ -145,7 +142,7 @@ def plan_files(tensors: Sequence[TensorHeader], max_shard_size: int, stem: str =
     file, large dtypes come first, so that tensors are aligned to their element size.
 
     Raises:
-        CheckpointError: a name is duplicate or reserved, or safetensors does not support a dtype.
+        CheckpointError: safetensors does not support a dtype.
     """
     _check(tensors)
     shards = _assign(tensors, max_shard_size)
@@ -167,22 +164,14 @@ def index_text(files: Sequence[SafetensorsFile]) -> str | None:
 
 
 def _check(tensors: Sequence[TensorHeader]) -> None:
-    problems = []
-    seen = set()
-    for name, dtype, _ in tensors:
-        if dtype not in SAFETENSORS_NAMES:
-            fix = f"Convert it to one of {', '.join(SAFETENSORS_NAMES)}."
-            message = f"'{name}' is {dtype}, which safetensors does not support."
-            problems.append(Problem(code="FSDP-E466", message=message, fix=fix))
-        reasons = {
-            "is the name of two tensors": name in seen,
-            "is a reserved name of safetensors": name == "__metadata__",
-            "is not valid Unicode": _SURROGATE.search(name) is not None,
-        }
-        for reason in [reason for reason, applies in reasons.items() if applies]:
-            problems.append(Problem(code="FSDP-E467", message=f"'{name}' {reason}.", fix="Rename the tensor."))
-        seen.add(name)
-    errors.raise_if_any(problems)
+    fix = f"Convert it to one of {', '.join(SAFETENSORS_NAMES)}."
+    found = [(name, dtype) for name, dtype, _ in tensors if dtype not in SAFETENSORS_NAMES]
+    errors.raise_if_any(
+        [
+            Problem(code="FSDP-E466", message=f"'{name}' is {dtype}, which safetensors does not support.", fix=fix)
+            for name, dtype in found
+        ]
+    )
 
 
 def _assign(tensors: Sequence[TensorHeader], max_shard_size: int) -> list[list[TensorHeader]]:

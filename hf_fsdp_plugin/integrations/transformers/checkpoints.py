@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import math
 import tempfile
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch.distributed as dist
 from accelerate.utils.modeling import is_peft_model
-from transformers import TrainerState
 from transformers.trainer_utils import has_length
 
 from hf_fsdp_plugin.backends.ranks.agreement import TRAINING_LIMIT, collective_call, on_all_ranks, wait_for_all_ranks
@@ -319,8 +317,7 @@ def checkpoint_to_resume(trainer: Any, resume: Any) -> Any:
 
 def _check_contents(trainer: Any, checkpoint: Path) -> None:
     """Check that a checkpoint has what the Trainer continues with, of which it skips what is missing. Collective."""
-    fields = {field.name for field in dataclasses.fields(TrainerState)}
-    check = partial(check_trainer_checkpoint, checkpoint, fields, model_only=trainer.args.save_only_model)
+    check = partial(check_trainer_checkpoint, checkpoint, model_only=trainer.args.save_only_model)
     if (warning := resuming.on_rank_0(check)) is not None:
         print_once(warning)
 

@@ -250,7 +250,6 @@ DAMAGES: dict[str, tuple[str, str, Callable[[Path], object]]] = {
     "short vector": ("FSDP-E459", OPTIMIZER_1, lambda tag: change(tag / OPTIMIZER_1, with_vector(torch.zeros(3)))),
     "dtype": ("FSDP-E459", OPTIMIZER_1, lambda tag: change(tag / OPTIMIZER_1, with_vector(torch.zeros(50).half()))),
     "no vector": ("FSDP-E459", "fp32 of group 0", lambda tag: change(tag / OPTIMIZER_1, with_vector("x"))),
-    "link outside": ("FSDP-E456", OPTIMIZER_1, lambda tag: to_link(tag / OPTIMIZER_1)),
 }
 
 
@@ -290,11 +289,6 @@ def with_shape(shape: tuple[int, ...]) -> Callable[[Any], object]:
 
 def with_vector(value: Any) -> Callable[[Any], object]:
     return lambda state: optimizer_of(state)["fp32_flat_groups"].__setitem__(0, value)
-
-
-def to_link(path: Path) -> None:
-    path.rename(path.parents[2] / "outside.pt")
-    path.symlink_to(path.parents[2] / "outside.pt")
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

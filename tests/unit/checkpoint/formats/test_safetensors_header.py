@@ -40,7 +40,6 @@ def entry(dtype: str, shape: list[int], start: int, stop: int) -> dict[str, Any]
         (b"{nonsense", 0, "header"),
         (b"[" * 100_000, 0, "header"),
         (b'{"a": {}, "a": {}}', 0, "invalid JSON"),
-        (b'{"__metadata__": {"format": "pt", "format": "np"}}', 0, "duplicate key"),
         (b'{"__metadata__": ["", "", "", ""], "a": {}, "a": {}}', 0, "invalid JSON"),
         (b'{"a": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0], "dt\\u0079pe": "F32"}}', 0, "duplicate field"),
     ],
