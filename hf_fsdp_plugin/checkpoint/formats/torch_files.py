@@ -18,7 +18,7 @@ import struct
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Final, NamedTuple, NoReturn
+from typing import Any, BinaryIO, Final, NoReturn
 
 from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.errors import COPY_ALL_RANKS, file_problems_inside, problem, raise_if_any, refuse
@@ -31,34 +31,14 @@ from hf_fsdp_plugin.checkpoint.io import open_regular
 from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.torch_private.modules import LOCAL_TENSOR_ATTRIBUTE
 
-END_SIZE = 22
-END_SIGNATURE = b"PK\5\6"
-"""Size and beginning of the record at the end of an archive."""
+_END_SIZE = 22
 _LOCAL = struct.Struct("<4s22x2H")
 """The record before the data of an entry: its signature, and the lengths of the name and of the extra field."""
 _BUFFER_BYTES: Final = 512
 """More than a header, which is what is read at once. DCP writes one archive per tensor."""
 
 
-class ZipError(ValueError):
-    """The bytes are not a complete zip archive."""
-
-
-class ZipEntry(NamedTuple):
-    """An entry of an archive: its data are the bytes ``[start, stop)`` after those of its header.
-
-    ``crc`` is 0 if the writer computed none.
-    """
-
-    name: str
-    header: int
-    start: int
-    stop: int
-    crc: int
-    compressed: bool
-
-
-class _Part(io.RawIOBase):
+class FileSlice(io.RawIOBase):
     """The bytes ``[start, start + length)`` of an open file, as a file."""
 
     def __init__(self, descriptor: int, start: int, length: int) -> None:
@@ -84,36 +64,17 @@ class _Part(io.RawIOBase):
         return count
 
 
-def read_archive(descriptor: int, start: int, length: int) -> list[ZipEntry]:
-    """Return the entries of the archive at the end of the bytes ``[start, start + length)`` of an open file.
-
-    The offsets of the entries are relative to ``start``.
-
-    Raises:
-        ZipError: there is no complete archive.
-    """
-    file = io.BufferedReader(_Part(descriptor, start, length), _BUFFER_BYTES)
-    try:
-        file.seek(-END_SIZE, os.SEEK_END)
-        if file.read(4) != END_SIGNATURE:  # zipfile also finds the end of an archive before other bytes
-            raise ZipError("it does not end with the directory of an archive")
-        with zipfile.ZipFile(file) as archive:
-            entries = [_entry(file, info) for info in archive.infolist()]
-    except (zipfile.BadZipFile, struct.error, ValueError, OSError, OverflowError, NotImplementedError) as error:
-        raise ZipError(f"{error}") from error
-    if not entries:
-        raise ZipError("it has no entries")
-    return entries
-
-
-def _entry(file: BinaryIO, info: zipfile.ZipInfo) -> ZipEntry:
-    """Return an entry, with the size of the record before its data."""
-    file.seek(info.header_offset)
-    signature, name_size, extra_size = _LOCAL.unpack(file.read(_LOCAL.size))
-    if signature != b"PK\3\4" or file.read(name_size).decode(errors="replace") != info.orig_filename:
-        raise ZipError(f"no entry {info.filename!r} begins at byte {info.header_offset:,}")
-    begin, is_compressed = info.header_offset + _LOCAL.size + name_size + extra_size, info.compress_type != 0
-    return ZipEntry(info.filename, info.header_offset, begin, begin + info.compress_size, info.CRC, is_compressed)
+def compare_checksums(file: BinaryIO) -> int:
+    """Return the number of bytes in an archive that have a checksum. Raises ``BadZipFile`` if they differ from it."""
+    count = 0
+    with zipfile.ZipFile(file) as archive:
+        for info in archive.infolist():
+            if info.CRC:  # archives of this package have none for tensors
+                with archive.open(info) as record:
+                    while record.read(1 << 20):
+                        pass
+                count += info.file_size
+    return count
 
 
 class TorchZip:
@@ -127,30 +88,40 @@ class TorchZip:
 
     def __init__(self, descriptor: int, start: int, length: int, place: Path | str) -> None:
         self._descriptor, self._start, self._place = descriptor, start, place
+        self._records: dict[str, tuple[int, int]] = {}
+        file = io.BufferedReader(FileSlice(descriptor, start, length), _BUFFER_BYTES)
         try:
-            entries = read_archive(descriptor, start, length)
-        except ZipError as error:
+            with zipfile.ZipFile(file) as archive:
+                for info in archive.infolist():
+                    self._add(file, info)
+        except (zipfile.BadZipFile, struct.error, ValueError, OSError, OverflowError, NotImplementedError) as error:
             if os.pread(descriptor, 1, start) == b"\x80":
                 fix = "Load it with torch and save it again."
                 refuse("FSDP-E460", place, "is in the format of torch versions before 1.6, without a zip.", fix)
             self._damaged(f"{error}")
-        if min(entry.header for entry in entries) != 0:
-            self._damaged("its directory is not at the recorded offset")
-        self._records = {entry.name.partition("/")[2]: entry for entry in entries}
-        for name, entry in self._records.items():
-            if entry.compressed:
-                self._damaged(f"record {name!r} is compressed")
         if "byteorder" in self._records and self.read("byteorder") != b"little":
             refuse("FSDP-E460", place, "is big-endian.", "Load and save it on a little-endian machine.")
 
+    def _add(self, file: BinaryIO, info: zipfile.ZipInfo) -> None:
+        """Add an entry of the zip, after the record before its data."""
+        file.seek(info.header_offset)
+        signature, name_size, extra_size = _LOCAL.unpack(file.read(_LOCAL.size))
+        name = info.filename.partition("/")[2]
+        if signature != b"PK\3\4" or file.read(name_size).decode(errors="replace") != info.orig_filename:
+            raise ValueError(f"no entry {info.filename!r} begins at byte {info.header_offset:,}")
+        if info.compress_type:
+            raise ValueError(f"record {name!r} is compressed")
+        begin = info.header_offset + _LOCAL.size + name_size + extra_size
+        self._records[name] = begin, begin + info.file_size
+
     def read(self, name: str) -> bytes:
         """Return a record's bytes."""
-        entry = self._record(name)
-        return os.pread(self._descriptor, entry.stop - entry.start, self._start + entry.start)
+        start, stop = self._record(name)
+        return os.pread(self._descriptor, stop - start, self._start + start)
 
     def offset(self, name: str) -> int:
         """Return the byte offset of a record's data in the file."""
-        return self._start + self._record(name).start
+        return self._start + self._record(name)[0]
 
     def value(self) -> Any:
         """Return the object that was saved, with a :class:`PickledTensor` for each tensor."""
@@ -162,14 +133,15 @@ class TorchZip:
             # torch does not write a record for an empty storage.
             return self._start
         name = f"data/{tensor.storage.key}"
-        record, width = self._record(name), boxes.dtype_size(tensor.dtype)
-        num_bytes = record.stop - record.start
+        (start, stop), width = self._record(name), boxes.dtype_size(tensor.dtype)
+        num_bytes = stop - start
         needed = (tensor.offset + boxes.element_span(tensor.strides, tensor.shape)) * width
         if needed > num_bytes:
             self._damaged(f"record {name!r} has {num_bytes} bytes, and its tensor needs {needed}")
-        return self.offset(name) + tensor.offset * width
+        return self._start + start + tensor.offset * width
 
-    def _record(self, name: str) -> ZipEntry:
+    def _record(self, name: str) -> tuple[int, int]:
+        """Return the bytes of a record, relative to the zip."""
         if name not in self._records:
             self._damaged(f"it has no record {name!r}")
         return self._records[name]
@@ -186,7 +158,7 @@ class TensorZips:
 
     def read(self, descriptor: int, start: int, length: int, place: Path | str) -> tuple[Any, int]:
         """Return the tensor (or other saved object), and the byte offset of its first element in the file."""
-        end = os.pread(descriptor, END_SIZE, start + max(0, length - END_SIZE))
+        end = os.pread(descriptor, _END_SIZE, start + max(0, length - _END_SIZE))
         known = self._known.get((length, end))
         if known is not None:
             headers, tensor, offset = known

@@ -25,6 +25,8 @@ from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.checking.verify import REPLACE_FILE, VerifiedFiles
 from hf_fsdp_plugin.checkpoint.errors import problems_of, raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest
+from hf_fsdp_plugin.checkpoint.formats.torch_files import compare_checksums
+from hf_fsdp_plugin.checkpoint.io import open_for_reading
 from hf_fsdp_plugin.text import format_names
 
 _ALLOW = (
@@ -85,10 +87,11 @@ def _check_bytes(checkpoint: Path, files: list[str]) -> None:
 def _check_checksums(path: Path) -> None:
     """Compare the bytes of an archive with its checksums."""
     if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-        if damaged is not None:
-            refuse("FSDP-E471", path, f"the bytes of its record {damaged!r} differ from what was saved.", REPLACE_FILE)
+        try:
+            with open_for_reading(path) as file:
+                compare_checksums(file)
+        except zipfile.BadZipFile as error:
+            refuse("FSDP-E471", path, f"its bytes differ from what was saved ({error}).", REPLACE_FILE)
 
 
 def load_state_file(path: Path, *, only_check: bool = False) -> Any:

@@ -13,17 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.checkpoint.checking import inspection
-from hf_fsdp_plugin.checkpoint.checking.verify import damage_problem, unlisted_problem
+from hf_fsdp_plugin.checkpoint.checking.verify import unlisted_problem
 from hf_fsdp_plugin.checkpoint.errors import problem
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, Manifest, read_manifest
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import MAX_PROBLEMS, labelled_tensors
-from hf_fsdp_plugin.checkpoint.io import hash_file
 from hf_fsdp_plugin.checkpoint.names import BLOCK_FILE, MANIFEST_NAME, OPTIMIZER
 from hf_fsdp_plugin.problems import CheckpointError, Problem, has_errors
 from hf_fsdp_plugin.text import format_names
 from hf_fsdp_plugin.tools.common import Progress
-from hf_fsdp_plugin.tools.verify.archives import crc_problems, damaged_ranges
+from hf_fsdp_plugin.tools.verify.checksums import crc_problems, hash_problems
 from hf_fsdp_plugin.tools.verify.comparison import config_problems, manifest_problems
 
 
@@ -83,7 +82,7 @@ def verify(checkpoint: Path, *, config_check: bool = True, progress: Progress = 
         files = sorted(inspection.own_files(folder))
         sizes = [inspection.regular_size(path) or 0 for path in files]
         problems += inspection.structure_problems(folder)
-        num_checked, damaged = crc_problems(folder, files, progress)
+        num_checked, damaged = crc_problems(files, progress)
         problems += damaged
     is_reported = manifest is None or has_errors(problems)  # damage that makes the contents unreadable
     problems += _contents_problems(folder, manifest, config_check=config_check, is_reported=is_reported)
@@ -107,10 +106,7 @@ def _byte_problems(folder: Path, manifest: Manifest, progress: Progress) -> list
         path = folder / record.path
         if (size := inspection.regular_size(path)) is not None:
             files[path] = [piece for piece in record.ranges if piece.stop <= size]
-    damaged, problems = damaged_ranges(files, hash_file, progress)
-    for path, found in damaged.items():
-        problems.append(damage_problem(path, found, len(files[path]), [piece.name for piece in found]))
-    return problems
+    return hash_problems(files, progress)
 
 
 def _extra_files(folder: Path, manifest: Manifest) -> list[Problem]:
