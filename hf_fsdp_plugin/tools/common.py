@@ -19,6 +19,8 @@ if TYPE_CHECKING:  # only the verbs that start ranks import these
     from hf_fsdp_plugin.sources.handover import LaunchHandover
     from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 
+Progress = Callable[[str, int, int], None]
+"""Progress callback: receives the step (``merge``, ``verify``), the bytes since the last call, and the total."""
 _GRACE: Final = 3.0
 """Seconds from a signal to SIGKILL for the ranks of :func:`run_job`."""
 

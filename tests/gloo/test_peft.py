@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_fsdp_plugin.checkpoint.checking.against_model import manifest_problems
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
 from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest
+from hf_fsdp_plugin.tools.verify.comparison import manifest_problems
 from hf_fsdp_plugin.tools.verify.verification import verify
 from tests.support.matrices import slow
 from tests.support.peft_runs import NUM_STEPS, adapted_llama

@@ -55,7 +55,7 @@ REFUSED = (
 """Commands that the documents show because their flags are refused."""
 OTHER_SITUATIONS: dict[str, str] = {
     "FSDP-E003": "root may read each file",
-    "FSDP-W494": "needs values that overflow: tests/unit/checkpoint/merging/test_cast.py",
+    "FSDP-W494": "needs values that overflow: tests/unit/merge/test_merge.py",
     "FSDP-W629": "needs another version of the package: tests/programs/cli/test_enable.py",
     "FSDP-W814": "needs a model of 405 B: tests/programs/cli/test_plan.py",
     "FSDP-E727": "needs an environment without peft",

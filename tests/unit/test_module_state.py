@@ -15,7 +15,6 @@ PACKAGE: Final = Path(hf_fsdp_plugin.__file__).parent
 _FILE = "a file of the package"
 _INSTALLED = "an installed library or Python"
 CACHES: Final = {
-    "checkpoint/formats/manifest.py: _parts_of": "its argument",
     "checkpoint/shards.py: replica_of_ranks": "its arguments",
     "checkpoint/writing/dcp_files.py: _frame": "its arguments and the installed torch",
     "hangs/python_stacks.py: _library_roots": _INSTALLED,

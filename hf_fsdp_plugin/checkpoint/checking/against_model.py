@@ -1,177 +1,29 @@
-"""Compares a checkpoint with its manifest and its config's model, and the files of ``from_pretrained`` with the model.
+"""Checks the files of ``from_pretrained``, and compares them with the model.
 
-The comparison with a config builds the model on the meta device, which imports torch and Transformers for seconds. So
-:class:`ConfigCheck` compares in a child process, beside the hashing or copying of bytes:
-``python -m hf_fsdp_plugin.checkpoint.checking.against_model CHECKPOINT NUMBER CONFIG_FOLDER`` prints a JSON list.
+No weights are read: only the index, and the headers of safetensors files.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import signal
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from hf_fsdp_plugin.checkpoint import errors
-from hf_fsdp_plugin.checkpoint.formats import optimizer_state, stored_tensors
-from hf_fsdp_plugin.checkpoint.formats.known_formats import format_named
-from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.formats.safetensors import parse_weight_map, read_entries
-from hf_fsdp_plugin.checkpoint.formats.stored_tensors import MAX_PROBLEMS, StoredModel, StoredOptimizer
-from hf_fsdp_plugin.checkpoint.io import open_for_reading, read_file
-from hf_fsdp_plugin.checkpoint.names import is_adapter, is_wrapped_by_peft
-from hf_fsdp_plugin.problems import CheckpointError, Problem
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import MAX_PROBLEMS
+from hf_fsdp_plugin.checkpoint.io import open_for_reading
 from hf_fsdp_plugin.text import format_names, format_shape, plural
-
-_TIME_LIMIT = 1800.0
-"""Maximum duration of a comparison in seconds, after everything beside which it runs is done."""
-_NOT_COMPARED = "names and shapes were not compared with a model"
-_OTHER = "Use the config.json of the checkpoint's model, or a checkpoint of this config's model."
-_REPLACE = "Replace it with the config.json of the model."
-
-
-def config_problems(stored: StoredModel, folder: Path) -> list[Problem]:
-    """Return errors for missing names, unexpected names and different shapes; a note if the model cannot be built."""
-    path = folder / "config.json"
-    try:
-        config = read_config(folder)
-    except CheckpointError as error:
-        return list(error.problems)
-    if config is None:
-        return [errors.problem("FSDP-N475", folder, f"has no config.json; {_NOT_COMPARED}.")]
-    if any(name.startswith("base_model.model.") for name in stored.tensors):
-        reason = "the checkpoint contains the weights of an adapter"
-    elif "quantization_config" in config:
-        reason = "the model is quantized when it is loaded"
-    else:
-        try:
-            from hf_fsdp_plugin.plan.meta_model import meta_model
-
-            model = meta_model(folder)
-        except (ImportError, ValueError) as error:
-            reason = " ".join(str(error).removeprefix(f"{folder}: ").split()).removesuffix(".")
-        else:
-            return _differences(stored, model, path)
-    return [errors.problem("FSDP-N475", path, f"{reason}; {_NOT_COMPARED}.")]
-
-
-def read_config(folder: Path, fix: str = _REPLACE) -> dict[str, Any] | None:
-    """Return the ``config.json`` of a folder, or ``None`` if there is none.
-
-    Raises:
-        CheckpointError: it is not a JSON object.
-    """
-    path = folder / "config.json"
-    try:
-        config = json.loads(read_file(path))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError) as error:
-        errors.refuse("FSDP-E476", path, f"cannot be read as JSON: {error}.", fix)
-    if not isinstance(config, dict):
-        errors.refuse("FSDP-E476", path, "is not a JSON object.", fix)
-    return config
-
-
-def _differences(stored: StoredModel, model: Any, path: Path) -> list[Problem]:
-    state = model.state_dict(keep_vars=True)
-    expected = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    names, merged = _loaded_names(stored, model)
-    # Tensors that Transformers merges or splits when it loads them have different shapes in the files.
-    shapes = {names[name]: tensor.shape for name, tensor in stored.tensors.items() if names[name] not in merged}
-    present = {id(state[name]) for name in names.values() if name in state}  # tied names have the same tensor
-    missing = required_names(model, [name for name, tensor in state.items() if id(tensor) not in present])
-    unexpected = [name for name in stored.tensors if names[name] not in expected]
-    unexpected = _not_matching(unexpected, getattr(model, "_keys_to_ignore_on_load_unexpected", None))
-    other = [
-        f"{name} ({format_shape(shape)} in the checkpoint, {format_shape(expected[name])} in the model)"
-        for name, shape in shapes.items()
-        if expected.get(name, shape) != shape
-    ]
-    target = f"the {type(model).__name__} of its config.json"
-    return difference_problems(path.parent, missing, unexpected, other, len(expected), target, _OTHER)
-
-
-def manifest_problems(model: StoredModel, optimizer: StoredOptimizer | None, manifest: Manifest) -> list[Problem]:
-    """Return errors for missing names, unexpected names, and dtypes and shapes that differ from the manifest."""
-    group_of = {name: tie for tie in manifest.ties for name in tie}
-    # The files and the manifest need to contain only one name of each group of tied names.
-    stored = {other for name in model.tensors for other in group_of.get(name, (name,))}
-    known = {other for name in manifest.parameters for other in group_of.get(name, (name,))}
-    missing = [name for name in manifest.parameters if name not in stored]
-    if is_adapter(model.tensors) and is_wrapped_by_peft(manifest.parameters):
-        # Earlier versions listed the base model of an adapter too, which the Trainer does not save.
-        missing = [name for name in missing if ".lora_" in name]
-    unexpected = [name for name in model.tensors if name not in known]
-    other = [
-        f"{name} ({tensor.dtype} {format_shape(tensor.shape)}, in the manifest {dtype} {format_shape(shape)})"
-        for name, tensor in model.tensors.items()
-        for dtype, shape in [manifest.parameters.get(name, (tensor.dtype, tensor.shape))]
-        if (dtype, shape) != (tensor.dtype, tensor.shape)
-    ]
-    if optimizer is not None:
-        shapes = {name: shape for name, (_, shape) in manifest.parameters.items()}
-        unexpected += [f"optimizer state of {name}" for name in optimizer.state if name not in known]
-        other += [
-            f"{label} ({format_shape(tensor.shape)}, the parameter {format_shape(shapes[tensor.name])})"
-            for label, tensor in stored_tensors.labelled_tensors(optimizer)
-            if tensor.name in shapes
-            and optimizer_state.state_layout(label.partition(" of ")[0], tensor.shape, shapes[tensor.name]) == "other"
-        ]
-    num_expected = len(manifest.parameters)
-    return difference_problems(model.root, missing, unexpected, other, num_expected, "its manifest", errors.COPY_AGAIN)
-
-
-def difference_problems(
-    place: Path, missing: list[str], unexpected: list[str], other: list[str], num_expected: int, target: str, fix: str
-) -> list[Problem]:
-    """Return an error for each kind of difference between a checkpoint and ``target``, with a few examples."""
-    found = [
-        ("FSDP-E477", missing, f"does not contain {len(missing)} of the {num_expected} parameters of {target}"),
-        ("FSDP-E478", unexpected, f"contains {plural(len(unexpected), 'parameter')} that {target} does not have"),
-        ("FSDP-E479", other, f"contains {plural(len(other), 'tensor')} with another dtype or shape than in {target}"),
-    ]
-    return [
-        errors.problem(code, place, f"{text}: {format_names(names, 3)}.", fix) for code, names, text in found if names
-    ]
-
-
-def _loaded_names(stored: StoredModel, model: Any) -> tuple[dict[str, str], set[str]]:
-    """Return stored name -> name in the model, and the names in the model that are merged from several stored tensors.
-
-    Hugging Face folders keep the names of the architecture's first release; other formats have the names of the model.
-    """
-    own = {name: name for name in stored.tensors}
-    if format_named(stored.format).state_dict_type != "full" or own.keys() <= model.state_dict().keys():
-        return own, set()
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    mapping = get_model_conversion_mapping(model)
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    names, merged = {}, set()
-    for name in own:
-        loaded, pattern = rename_source_key(
-            name, renamings, converters, base_model_prefix=model.base_model_prefix, meta_state_dict=model.state_dict()
-        )
-        names[name] = loaded
-        if pattern is not None:
-            merged.add(loaded)
-    return names, merged
 
 
 def required_names(model: Any, names: Iterable[str]) -> list[str]:
     """Return the names that a checkpoint of the model must contain."""
-    return _not_matching(names, getattr(model, "_keys_to_ignore_on_load_missing", None))
+    return not_matching(names, getattr(model, "_keys_to_ignore_on_load_missing", None))
 
 
-def _not_matching(names: Iterable[str], patterns: Iterable[str] | None) -> list[str]:
+def not_matching(names: Iterable[str], patterns: Iterable[str] | None) -> list[str]:
     """Return the names that match none of the patterns that the model's class ignores."""
     return [name for name in names if not any(re.search(pattern, name) for pattern in patterns or ())]
 
@@ -276,56 +128,3 @@ def _raise_by_file(code: str, message: str, names: Iterable[tuple[str, str]], fi
         text = f"{message.format(plural(len(found), 'tensor'))}: {format_names(found, 3)}."
         problems.append(errors.problem(code, file, text, fix))
     errors.raise_if_any(problems[:MAX_PROBLEMS])
-
-
-class ConfigCheck:
-    """Compares a checkpoint's names and shapes with the model of a config, in the background."""
-
-    def __init__(self, checkpoint: Path, number: int, config: Path) -> None:
-        self._config = config / "config.json"
-        command = [sys.executable, "-m", __name__, str(checkpoint), str(number), str(config)]
-        pipe = subprocess.PIPE
-        environ = {"OMP_NUM_THREADS": "1", **os.environ, "HF_HUB_OFFLINE": "1"}
-        self._process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environ)
-
-    def __enter__(self) -> ConfigCheck:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-    def problems(self) -> list[Problem]:
-        """Wait for the child process, and return its problems.
-
-        Raises:
-            CheckpointError: the child process failed, was killed, or took too long, so that nothing is known.
-        """
-        try:
-            output, error_output = self._process.communicate(timeout=_TIME_LIMIT)
-        except subprocess.TimeoutExpired:
-            self._refuse(f"its process has not ended after {_TIME_LIMIT:.0f} seconds")
-        status = self._process.returncode
-        if status == 0:
-            return [
-                errors.problem(found["code"], found["origin"]["file"], found["message"], found["fix"])
-                for found in json.loads(output)
-            ]
-        if status < 0:
-            self._refuse(f"its process was ended by {signal.Signals(-status).name}")
-        last = (error_output.strip().splitlines() or [f"its process returned {status}"])[-1]
-        self._refuse(last.strip().removesuffix("."))
-
-    def _refuse(self, reason: str) -> NoReturn:
-        fix = "Start it again, with more free memory. If it fails again, move config.json away to skip the comparison."
-        errors.refuse("FSDP-E440", self._config, f"the comparison with its model failed: {reason}.", fix)
-
-
-if __name__ == "__main__":
-    from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
-
-    standard_output = sys.stdout
-    sys.stdout = sys.stderr  # libraries may have printed other lines
-    checkpoint, number, config = sys.argv[1:]
-    found_problems = config_problems(read_stored_model(Path(checkpoint), int(number)), Path(config))
-    print(json.dumps([each.to_json() for each in found_problems]), file=standard_output)

@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from transformers.trainer_callback import TrainerCallback
 
 from hf_fsdp_plugin.backends.ranks.agreement import broadcast_object
-from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
 from hf_fsdp_plugin.checkpoint.names import HF_MODEL, TRAINER_PREFIX, safetensors_file
 from hf_fsdp_plugin.integrations.accelerate.run_report import report_run
 from hf_fsdp_plugin.integrations.saving import manager
@@ -24,6 +23,7 @@ from hf_fsdp_plugin.integrations.transformers.private import save_checkpoint
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import format_names
+from hf_fsdp_plugin.tools.merge.merging import MergeOptions, merge
 from hf_fsdp_plugin.tools.preflight.stages import REPORT_FILE, preflight, problems_of_error
 
 SAVED_STEP: Final = 1

@@ -8,9 +8,9 @@ import pytest
 
 from hf_fsdp_plugin.checkpoint.formats.boxes import row_major, whole_box
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, StoredPiece, StoredTensor
-from hf_fsdp_plugin.checkpoint.merging.output import likely_ties, plan_merge
 from hf_fsdp_plugin.checkpoint.names import is_adapter
 from hf_fsdp_plugin.problems import CheckpointError
+from hf_fsdp_plugin.tools.merge.output import likely_ties, plan_merge
 
 GB = 10**9
 

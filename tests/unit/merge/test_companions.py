@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
 from hf_fsdp_plugin.problems import CheckpointError
+from hf_fsdp_plugin.tools.merge.merging import MergeOptions, merge
 from tests.support.merge_inputs import CONFIG, codes, messages
 
 

@@ -11,10 +11,9 @@ import pytest
 from safetensors import safe_open
 
 from hf_fsdp_plugin.checkpoint.checking import verify
-from hf_fsdp_plugin.checkpoint.formats import boxes, manifest, stored_tensors
-from hf_fsdp_plugin.checkpoint.merging import copying
-from hf_fsdp_plugin.checkpoint.merging import merge as merging
-from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
+from hf_fsdp_plugin.checkpoint.formats import manifest
+from hf_fsdp_plugin.tools.merge import copying, merging
+from hf_fsdp_plugin.tools.merge.merging import MergeOptions, merge
 from tests.support import saved
 from tests.support.merge_inputs import CONFIG, TENSORS, assert_same, codes, messages, read, save
 
@@ -77,22 +76,14 @@ def test_adapter_keeps_its_names(tmp_path: Path, out: Path) -> None:
     assert_same(read(out), adapter)
 
 
-def test_each_read_fits_in_one_buffer(tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_tensor_is_copied_in_blocks(tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     large = {"weight": numpy.arange(90 * 101, dtype="<f4").reshape(90, 101)}
     folder = save(tmp_path / "ck", large)
     sizes = []
-    read_run = copying.read_run
-
-    def watched(files: Any, tensor: Any, start: int, stop: int, target: memoryview) -> None:
-        sizes.append(len(target))
-        read_run(files, tensor, start, stop, target)
-
-    monkeypatch.setattr("hf_fsdp_plugin.checkpoint.merging.copying.BUFFER", 8192)
-    monkeypatch.setattr(copying, "read_run", watched)
-    merge(folder, out, MergeOptions())
+    monkeypatch.setattr(copying, "BLOCK", 2048)
+    merge(folder, out, MergeOptions(), lambda step, count, total: sizes.append(count))
     assert_same(read(out), large)
-    assert max(sizes) <= 8192
-    assert sum(sizes) == large["weight"].nbytes
+    assert sizes[1:] == [8192] * 4 + [4 * (90 * 101 - 4 * 2048)]
 
 
 def test_names_of_peft_and_omitted_objects_are_reported(tmp_path: Path, out: Path) -> None:
@@ -119,29 +110,3 @@ def test_manifest_is_read_once_for_the_tensors(checkpoint: Path, out: Path, monk
         monkeypatch.setattr(module, "read_manifest", read_manifest)
     merge(checkpoint, out, MergeOptions(verify=True))
     assert reads == [checkpoint]
-
-
-def test_each_step_of_a_file_uses_only_its_tensors(tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = {f"layers.{number}.weight": numpy.full(64, number, numpy.float32) for number in range(200)}
-    folder = save(tmp_path / "ck", tensors)
-    monkeypatch.setattr(copying, "BUFFER", 4096)
-    used: list[str] = []
-
-    def read_run(files: Any, tensor: Any, *place: Any) -> None:
-        used.append(tensor.name)
-        stored_tensors.read_run(files, tensor, *place)
-
-    sizes: list[str] = []
-
-    def dtype_size(dtype: str) -> int:
-        sizes.append(dtype)
-        return boxes.dtype_size(dtype)
-
-    monkeypatch.setattr(copying, "read_run", read_run)
-    monkeypatch.setattr(copying, "dtype_size", dtype_size)
-    merge(folder, out, MergeOptions())
-    num_steps = (out / "model.safetensors").stat().st_size // 4096 + 1
-    assert num_steps > 10
-    assert len(sizes) <= len(tensors) + 2 * num_steps
-    assert sorted(set(used)) == sorted(tensors)
-    assert_same(read(out), tensors)

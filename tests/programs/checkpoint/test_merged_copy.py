@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from hf_fsdp_plugin.checkpoint.merging.merge import with_whole_weights
-from hf_fsdp_plugin.checkpoint.merging.output import staging_path
 from hf_fsdp_plugin.checkpoint.names import merged_copies
+from hf_fsdp_plugin.checkpoint.whole_weights import with_whole_weights
 from hf_fsdp_plugin.problems import CheckpointError
+from hf_fsdp_plugin.tools.merge.output import staging_path
 from tests.support.merge_inputs import MODEL, TENSORS, assert_same, read
 
 
@@ -24,7 +24,7 @@ def test_copy_is_written_once(checkpoint: Path, capfd: pytest.CaptureFixture[str
 
 def test_copy_follows_the_checkpoint(checkpoint: Path) -> None:
     before = with_whole_weights(checkpoint)
-    os.utime(checkpoint / MODEL, ns=(1, 1))
+    os.utime(checkpoint / MODEL / ".metadata", ns=(1, 1))
     after = with_whole_weights(checkpoint)
     assert after != before and merged_copies(checkpoint) == [after]
 

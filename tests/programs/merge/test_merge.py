@@ -1,4 +1,4 @@
-"""The part of tests/unit/checkpoint/merging/test_merge.py that starts processes or computes for seconds."""
+"""The part of tests/unit/merge/test_merge.py that starts processes or computes for seconds."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import save_file
 
-from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
-from hf_fsdp_plugin.checkpoint.merging.output import staging_path
 from hf_fsdp_plugin.problems import CheckpointError
+from hf_fsdp_plugin.tools.merge.merging import MergeOptions, merge
+from hf_fsdp_plugin.tools.merge.output import staging_path
 from tests.support.merge_inputs import TENSORS, assert_same, codes, messages, read, tree
 
 

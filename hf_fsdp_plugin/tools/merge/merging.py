@@ -1,36 +1,33 @@
 """Writes the model of any checkpoint to a Hugging Face folder.
 
-This imports torch only to convert dtypes, and its memory does not grow with the model. The output is written to a
-staging folder, checked and renamed, so it is complete or does not exist. An interrupted merge starts again.
+Its memory does not grow with the model. The output is written to a staging folder, checked and renamed, so it is
+complete or does not exist. An interrupted merge starts again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
 from hf_fsdp_plugin.checkpoint import names as file_names
-from hf_fsdp_plugin.checkpoint.checking.against_model import ConfigCheck, manifest_problems, read_config
 from hf_fsdp_plugin.checkpoint.checking.inspection import checkpoint_of
-from hf_fsdp_plugin.checkpoint.checking.verify import Progress, VerifiedFiles, check_headers
+from hf_fsdp_plugin.checkpoint.checking.verify import VerifiedFiles, check_headers
 from hf_fsdp_plugin.checkpoint.errors import problem, raise_if_any
 from hf_fsdp_plugin.checkpoint.folders import restore_replaced
-from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, refuse_deepspeed, stored_state_dict_type
+from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, refuse_deepspeed
 from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest
 from hf_fsdp_plugin.checkpoint.formats.safetensors import index_text
-from hf_fsdp_plugin.checkpoint.io import InputFiles, hash_bytes, write_atomically
-from hf_fsdp_plugin.checkpoint.merging import copying, output
-from hf_fsdp_plugin.messages import print_once
-from hf_fsdp_plugin.problems import CheckpointError, Problem, has_errors
+from hf_fsdp_plugin.checkpoint.io import InputFiles, write_atomically
+from hf_fsdp_plugin.problems import Problem, has_errors
 from hf_fsdp_plugin.text import format_names, plural
+from hf_fsdp_plugin.tools.common import Progress
+from hf_fsdp_plugin.tools.merge import copying, output
+from hf_fsdp_plugin.tools.verify.comparison import config_problems, manifest_problems, read_config
 
 _WEIGHTS: Final = (file_names.safetensors_file(file_names.HF_MODEL), f"{file_names.HF_MODEL_BIN}.bin")
-_READABLE: Final = (*_WEIGHTS, *map(file_names.index_file, _WEIGHTS), "adapter_config.json")
-"""Files from which ``from_pretrained`` reads weights, or by which it recognizes an adapter."""
 _DESCRIPTIONS: Final = (file_names.DCP_METADATA, file_names.INDEX_FILE, *map(file_names.index_file, _WEIGHTS))
 """Files beside the weights that contain no tensors and only describe other files."""
 
@@ -49,7 +46,6 @@ class MergeOptions:
         verify_input: compare the bytes that are read with the hashes of the manifest.
         verify: compare every byte of the output with the checkpoint.
         delete_input: verify, and delete the merged files of the checkpoint if all checks pass.
-        wait: wait for another merge into the same folder, instead of raising an error.
     """
 
     dtype: str | None = None
@@ -60,7 +56,6 @@ class MergeOptions:
     verify_input: bool = True
     verify: bool = False
     delete_input: bool = False
-    wait: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
@@ -118,12 +113,15 @@ def merge(checkpoint: Path, out: Path, options: MergeOptions, progress: Progress
     output.check_places(checkpoint, out, force=options.force)
     job = _Job(checkpoint, out, options, progress or (lambda *_: None))
     output.check_space(out, job.plan.num_bytes)
-    with output.MergeStaging(out, wait=options.wait) as staging, job.config_check() as check:
-        output.check_places(checkpoint, out, force=options.force)  # another merge may have finished meanwhile
+    job.compare_with_config()
+    with output.MergeStaging(out) as staging:
         job.copy_tensors(staging.folder)
-        job.compare_with_config(check)
         job.write_companions(staging.folder)
-        job.read_back(staging.folder)
+        if options.verify or options.delete_input:
+            job.compare_bytes(staging.folder)
+        output.check_places(
+            checkpoint, out, force=options.force, is_complete=True
+        )  # another merge may have finished meanwhile
         staging.commit()
         if options.delete_input:
             job.delete_input()
@@ -168,12 +166,16 @@ class _Job:
             return InputFiles(self.model.root)
         return VerifiedFiles(self.model.root, self.manifest, self.folder)
 
-    def config_check(self) -> contextlib.AbstractContextManager[ConfigCheck | None]:
-        """Compare with the config's model in the background, unless a manifest makes this unnecessary."""
+    def compare_with_config(self) -> None:
+        """Compare with the config's model, unless a manifest makes this unnecessary. Raises its errors."""
         is_model = not self.plan.adapter and not file_names.is_wrapped_by_peft(self.plan.tensors)
         if self.config_folder is None or self.model_manifest is not None or not is_model:
-            return contextlib.nullcontext()
-        return ConfigCheck(self.checkpoint, self.options.number, self.config_folder)
+            self.result.compared_with = "manifest" if self.model_manifest is not None else ""
+            return
+        found = config_problems(self.model, self.config_folder)
+        raise_if_any([each for each in found if each.severity == "error"])
+        self.result.compared_with = "" if found else "model"
+        self.result.problems += found
 
     def copy_tensors(self, folder: Path) -> None:
         """Write the weights."""
@@ -186,16 +188,6 @@ class _Job:
             message = f"values that are too large for {self.options.dtype} became infinite: {format_names(counts)}."
             self._report("FSDP-W494", message, "Merge with --dtype bf16, or without --dtype.")
 
-    def compare_with_config(self, check: ConfigCheck | None) -> None:
-        """Wait for the comparison with the config's model. Raise its errors, and add its notes to the result."""
-        if check is None:
-            self.result.compared_with = "manifest" if self.model_manifest is not None else ""
-            return
-        found = check.problems()
-        raise_if_any([each for each in found if each.severity == "error"])
-        self.result.compared_with = "" if found else "model"
-        self.result.problems += found
-
     def write_companions(self, folder: Path) -> None:
         """Write the files next to the weights: the index, config, tokenizer and so on."""
         text = index_text(self.plan.files)
@@ -204,13 +196,11 @@ class _Job:
         if self.config_folder is not None:
             output.copy_companions(self.config_folder, self.result.companions, folder, self.options.dtype)
 
-    def read_back(self, folder: Path) -> None:
-        """Raise ``CheckpointError`` if the written headers differ from the plan, or the bytes from the checkpoint."""
-        raise_if_any(copying.header_problems(folder, self.plan))
-        if self.options.verify or self.options.delete_input:
-            with self._open() as source:
-                raise_if_any(copying.byte_problems(source, self.plan, folder, self.progress))
-            self.result.verified = True
+    def compare_bytes(self, folder: Path) -> None:
+        """Raise ``CheckpointError`` if the written bytes differ from the checkpoint."""
+        with self._open() as source:
+            raise_if_any(copying.byte_problems(source, self.plan, folder, self.progress))
+        self.result.verified = True
 
     def delete_input(self) -> None:
         """Delete the files whose contents are all in the output; other files of the checkpoint are kept."""
@@ -274,41 +264,3 @@ class _Job:
 
     def _report(self, code: str, message: str, fix: str = "") -> None:
         self.result.problems.append(problem(code, self.checkpoint, message, fix))
-
-
-def with_whole_weights(folder: Path) -> Path:
-    """Return a folder that ``from_pretrained`` can read: a merged copy if the weights of ``folder`` are in shards only.
-
-    The copy is a hidden folder next to the checkpoint, which later calls use, and which is removed with the checkpoint.
-    One process writes it, and the others wait. No communication.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged or incomplete, or the copy cannot be written.
-    """
-    if any((folder / name).exists() for name in _READABLE):
-        return folder
-    if not folder.is_dir() or stored_state_dict_type(folder) not in ("sharded", "local"):
-        return folder
-    model = folder / file_names.numbered_name(file_names.FSDP_MODEL, 0)
-    places = model, model / file_names.DCP_METADATA
-    times = [path.stat().st_mtime_ns for path in places if path.exists()]
-    state = hash_bytes(repr(times).encode())[:12]  # other weights get another copy
-    copy = file_names.hidden_path(folder, f"{file_names.MERGED}{state}")
-    if copy.is_dir():
-        return copy
-    message = f"from_pretrained cannot read the shards of {folder}: they are merged into {copy}, which it reads."
-    fix = "For a folder that can be moved, use `hf-fsdp export`; save_only_model=True writes whole weights."
-    print_once(Problem(code="FSDP-N436", message=message, fix=fix))
-    try:
-        merge(folder, copy, MergeOptions(wait=True))
-    except CheckpointError:
-        if not copy.is_dir():  # else another process has written it
-            raise
-    except OSError as error:
-        message = f"cannot be written, so from_pretrained cannot read the shards of {folder}"
-        fix = f"Run `hf-fsdp merge {folder} OUT`, with OUT on another disk, and pass OUT to from_pretrained."
-        raise CheckpointError([problem("FSDP-E437", copy, f"{message}: {error.strerror or error}.", fix)]) from error
-    for old in file_names.merged_copies(folder):
-        if old != copy:
-            shutil.rmtree(old, ignore_errors=True)
-    return copy

@@ -11,12 +11,11 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_plugin.checkpoint.checking.inspection import checkpoint_of, own_files, regular_size, why_incomplete
+from hf_fsdp_plugin.checkpoint.checking.inspection import checkpoint_of, why_incomplete
 from hf_fsdp_plugin.checkpoint.errors import file_problems_inside, problem, raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.folders import put_in_place, replaced_path
 from hf_fsdp_plugin.checkpoint.formats.safetensors import SafetensorsFile, plan_files
@@ -187,51 +186,29 @@ def staging_path(out: Path) -> Path:
 
 
 class MergeStaging:
-    """The folder ``.OUT.merging`` next to ``OUT``, locked by one merge at a time. Removed if it is not committed.
+    """The folder ``.OUT.merging`` next to ``OUT``, locked by one merge at a time. Removed if it is not committed."""
 
-    Args:
-        wait: wait for another merge that has locked the folder, instead of raising ``CheckpointError``.
-    """
-
-    def __init__(self, out: Path, *, wait: bool = False) -> None:
-        self.out = out
-        self.folder = staging_path(out)
-        self._lock = -1
+    def __init__(self, out: Path) -> None:
+        self.out, self.folder = out, staging_path(out)
         self._is_committed = False
-        self._mode = fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB
 
     def __enter__(self) -> MergeStaging:
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
-        while True:
-            with suppress(FileExistsError):
-                self.folder.mkdir()
-            with suppress(FileNotFoundError):
-                self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
-                try:
-                    fcntl.flock(self._lock, self._mode)
-                except BlockingIOError:
-                    self._unlock()
-                    fix = "Wait for it, or give another output folder."
-                    refuse("FSDP-E485", self.folder, "is in use by another merge.", fix)
-                if os.path.samestat(os.fstat(self._lock), self.folder.stat()):
-                    self._remove_leftovers()
-                    return self
-            self._unlock()  # another merge has renamed or removed the folder before it was locked here
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self.folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            fix = "Wait for it, or give another output folder."
+            refuse("FSDP-E485", self.folder, "is in use by another merge.", fix)
+        for leftover in self.folder.iterdir():  # of a merge that was killed
+            shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
+        return self
 
     def __exit__(self, *_: object) -> None:
         if not self._is_committed:
             shutil.rmtree(self.folder, ignore_errors=True)
-        self._unlock()
-
-    def _unlock(self) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)
-        self._lock = -1
-
-    def _remove_leftovers(self) -> None:
-        """Remove the files of a merge that was killed."""
-        for leftover in self.folder.iterdir():
-            shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
+        os.close(self._lock)
 
     def commit(self) -> None:
         """Rename the folder to ``OUT``, then delete the folder that was at ``OUT`` before."""
@@ -275,14 +252,10 @@ def check_places(checkpoint: Path, out: Path, *, force: bool, is_complete: bool 
 
 
 def check_space(out: Path, needed: int) -> None:
-    """Raise ``CheckpointError`` if the output does not fit on the disk. ``needed`` is its size in bytes.
-
-    Bytes in the staging folder of an earlier attempt count as free: they are removed.
-    """
+    """Raise ``CheckpointError`` if the output does not fit on the disk. ``needed`` is its size in bytes."""
     above = next(folder for folder in out.parents if folder.is_dir())
     status = os.statvfs(above)
-    left = sum(regular_size(path) or 0 for path in own_files(staging_path(out)))  # another merge may remove them
     free = status.f_bavail * status.f_frsize
-    if needed > free + left:
-        message = f"has {format_bytes(free)} of free space; the merge needs {format_bytes(needed - left)}."
+    if needed > free:
+        message = f"has {format_bytes(free)} of free space; the merge needs {format_bytes(needed)}."
         refuse("FSDP-E484", above, message, "Free some space, or give an output folder on another disk.")
