@@ -89,7 +89,6 @@ class ProcessAttempt:
         """
         self.begin()
         if self._is_open and dist.is_initialized():
-            agreement.load_failures().close()  # this rank continues, even if a load failed
             with agreement.collective_preparation(call):
                 number = variable_number(self._environ, "GROUP_RANK", variable_number(self._environ, "SLURM_NODEID"))
                 offers = agreement.gather_objects(

@@ -23,7 +23,6 @@ from hf_fsdp_plugin.backends.loading.weight_loader import BroadcastRecord
 from hf_fsdp_plugin.backends.optimizers.parameters import (
     after_each_step,
     has_parameters_of,
-    is_replicated,
     parameters_in,
 )
 from hf_fsdp_plugin.backends.sharding.forwards import checkpoints_itself, float_outputs, is_activation
@@ -389,7 +388,7 @@ def added_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     if known is None or not dist.is_initialized() or dist.get_world_size() == 1:
         return {}
     known_ids = set(map(id, known))
-    new = {id(each) for each in unmanaged_parameters(model, observe_units(model)) if not is_replicated(each)}
+    new = {id(each) for each in unmanaged_parameters(model, observe_units(model))}
     named = ((canonical_name(name), parameter) for name, parameter in model.named_parameters())
     return {name: parameter for name, parameter in named if id(parameter) in new - known_ids}
 

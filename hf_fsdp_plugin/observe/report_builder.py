@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_fsdp_plugin.axes import MODEL_AXES
-from hf_fsdp_plugin.backends.ranks.agreement import gather_equal_objects, gather_objects, on_all_ranks
+from hf_fsdp_plugin.backends.ranks.agreement import gather_objects, on_all_ranks
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.contracts import off_warning, off_without
 from hf_fsdp_plugin.observe import run_checks, weights
@@ -57,7 +57,7 @@ def build_report(
     with on_all_ranks("reading the live model"):
         facts = _read_rank(model, optimizers, batch)
     ranks = gather_objects(facts.row)
-    shared = gather_equal_objects(facts.shared)
+    shared = gather_objects(facts.shared)
     training = _training_of_ranks(facts, [each.unchanged for each in shared])
     device_type, units = facts.row["device"].partition(":")[0], facts.units
     replicated = any(unit.live.known("replicate_size", 1) > 1 for unit in units)
@@ -260,7 +260,7 @@ def _merge_ranks(settings: Sequence[JsonObject], problems: list[Problem]) -> tup
 
     A setting differs if it differs on any rank. A problem that only some ranks have names the first of them.
     """
-    results = gather_equal_objects((settings, problems))
+    results = gather_objects((settings, problems))
     rows = [
         next((row for row in of_ranks if row["status"] == "differs"), of_ranks[0])
         for of_ranks in zip(*(found for found, _ in results), strict=True)

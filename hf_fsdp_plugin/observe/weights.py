@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.backends.loading.equal_weights import SUM_MODULUS, ParameterMemory, hash_bits, read_together
 from hf_fsdp_plugin.backends.loading.weight_loader import BroadcastRecord
-from hf_fsdp_plugin.backends.optimizers.parameters import has_parameters_of, is_replicated, parameters_in
+from hf_fsdp_plugin.backends.optimizers.parameters import has_parameters_of, parameters_in
 from hf_fsdp_plugin.backends.ranks.agreement import gather_objects, on_all_ranks
 from hf_fsdp_plugin.backends.sharding.forwards import float_outputs
 from hf_fsdp_plugin.backends.sharding.shard import sharded_models
@@ -271,7 +271,7 @@ def check_optimizers(
     for optimizer in optimizers:
         parameters = parameters_in(optimizer)
         of_all = f"of the {len(parameters)} parameters of {type(optimizer).__name__}"
-        foreign = [each for each in parameters if id(each) not in own and not is_replicated(each)]
+        foreign = [each for each in parameters if id(each) not in own]
         if num_foreign := len(foreign) - num_of_sharded_models(foreign):
             message = f"{num_foreign} {of_all} do not belong to the sharded model. The optimizer was created before "
             message += "wrapping, so it updates parameters that the model does not use."

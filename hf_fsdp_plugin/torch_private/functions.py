@@ -85,8 +85,6 @@ CONTRACTS = (
                   "_dump_nccl_trace_json|_dump_fr_trace_json"),
     *contracts_of("torch.distributed.device_mesh:DeviceMesh", "refused", "context parallelism", "_flatten"),
 )  # fmt: skip
-CALLS_FORWARD = "_hf_fsdp_calls_forward"
-"""Attribute of a function that replaces the ``forward`` of a module and calls it."""
 _NO_HOOKS: Mapping[int, Any] = {}
 
 if not TYPE_CHECKING:
@@ -160,9 +158,7 @@ def runs_in_backward(node: torch.autograd.graph.Node) -> bool:
 def uses_torch_checkpoint(wrapper: CheckpointWrapper) -> bool:
     """Return whether the wrapper still calls torch's ``checkpoint``."""
     function = getattr(wrapper.checkpoint_fn, "func", None)
-    forward = vars(wrapper).get("forward")
-    calls_own = forward is None or hasattr(forward, CALLS_FORWARD)
-    return function is torch.utils.checkpoint.checkpoint and calls_own
+    return function is torch.utils.checkpoint.checkpoint and "forward" not in vars(wrapper)
 
 
 def checkpoint_keywords(wrapper: CheckpointWrapper) -> dict[str, Any]:

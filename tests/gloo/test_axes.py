@@ -303,11 +303,6 @@ def test_adapters_on_a_tensor_axis_are_refused(four_ranks: Ranks, tmp_path: Path
         four_ranks.run(axes_runs.train, folders["llama"], str(tmp_path), {"tp": 2}, adapters=True)
 
 
-def test_length_that_is_not_divisible_is_refused(four_ranks: Ranks) -> None:
-    with pytest.raises(RankError, match=r"13 tokens is not divisible by 4 .*FSDP-E615"):
-        four_ranks.run(train_in_loop, {"cp": 2}, length=13)
-
-
 @pytest.mark.parametrize(
     ("name", "first", "second"),
     [

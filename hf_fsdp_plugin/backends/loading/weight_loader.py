@@ -11,7 +11,7 @@ device type.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,15 +23,12 @@ from hf_fsdp_plugin.backends.loading import equal_weights
 from hf_fsdp_plugin.backends.optimizers.parameters import average_gradient
 from hf_fsdp_plugin.backends.ranks.agreement import same_on_all_ranks
 from hf_fsdp_plugin.backends.torch_types import PinnedWindows, copy_to_device
-from hf_fsdp_plugin.messages import progress_bar
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, UnitPlan, torch_dtype
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.torch_private.modules import buffers as own_buffers
 from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
 from hf_fsdp_plugin.torch_private.modules import registrations
 
-PROGRESS_DELAY = 2.0
-"""Seconds until the progress bar appears. Most models are sharded sooner."""
 _PACKS_ON_CPU = "support_avx512bf16_for_cpu"
 """Attribute of ``Linear4bit``: whether an evaluation on a CPU repacks the weight in place."""
 
@@ -82,15 +79,6 @@ def _added(total: Any, tensors: Iterable[torch.Tensor]) -> Any:
 def broadcasts_weights(plan: FsdpPlan) -> bool:
     """Whether all ranks get rank 0's weights and buffers."""
     return plan.ram_efficient or plan.sync_module_states
-
-
-def with_progress(units: Sequence[UnitPlan], model: nn.Module) -> Iterator[UnitPlan]:
-    """Yield the units of a model that is sharded in the loop. Shows how many bytes are done, and their rate."""
-    sizes = [sum(model.get_parameter(name).nbytes for name in unit.parameters) for unit in units]
-    with progress_bar("sharding", sum(sizes), delay=PROGRESS_DELAY) as update:
-        for unit, size in zip(units, sizes, strict=True):
-            yield unit
-            update(size)
 
 
 class WeightLoader:

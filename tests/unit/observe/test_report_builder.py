@@ -67,7 +67,7 @@ def test_merging_ranks_is_linear(monkeypatch: pytest.MonkeyPatch, equal: bool) -
             [replace(problem, message=f"{problem.message} {rank}") for problem in common] for rank in range(num_ranks)
         ]
         ranks = [((), common if equal else found) for found in own]
-        monkeypatch.setattr(report_builder, "gather_equal_objects", lambda _: ranks)
+        monkeypatch.setattr(report_builder, "gather_objects", lambda _: ranks)
         (_, problems), calls = calls_of(lambda: report_builder._merge_ranks((), common))
         assert len(problems) == (10 if equal else 10 * num_ranks)
         return calls
