@@ -43,7 +43,6 @@ class RankFiles:
             (see ``hangs.mapped_file``).
         hang: JSON: the hang that ends the ranks of this machine (:class:`FoundHang`). One for all of them.
         standstill: exists if no rank of this machine has begun a collective for a long time. One for all of them.
-        cause: exists if a rank that SIGTERM has ended has printed the reason. One for all ranks of this machine.
         restarts: JSON: the failed attempts of the run (``runs.restart_policy``). The launcher writes it for all ranks.
     """
 
@@ -57,7 +56,6 @@ class RankFiles:
     calls = _File(".calls")
     hang = _File("hang.json")
     standstill = _File("standstill")
-    cause = _File("cause")
     restarts = _File("restarts.json")
 
 

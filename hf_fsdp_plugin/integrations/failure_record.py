@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
+import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-
-import torch.distributed as dist
 
 import hf_fsdp_plugin.rank_variables as rank_variables
 import hf_fsdp_plugin.time_limits as time_limits
 from hf_fsdp_plugin.hangs import process_end
-from hf_fsdp_plugin.hangs.calls import RankCalls
-from hf_fsdp_plugin.hangs.hang_queries import HangQueries, JobStore, watch_store
 from hf_fsdp_plugin.hangs.python_stacks import format_stack
 from hf_fsdp_plugin.hangs.watch_files import RankFiles, write_if_possible
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.runs.exits import cause_of_abort, cause_of_end, find_first_cause
+from hf_fsdp_plugin.runs.exits import find_first_cause
 from hf_fsdp_plugin.torch_private.functions import flight_record
 
 
@@ -60,16 +54,21 @@ class WatchedRank:
         With ``hf-fsdp launch``, which does the rest (``launcher.start_ranks``), only the first of these steps:
 
         1. write the failure to this rank's file (``process_end.failure_of``);
-        2. find the first failure of all ranks: read the files of this machine, and ask the others if the connection
-           to them was lost (``runs.exits.find_first_cause``), whose text is that of the launcher's summary, in brief
+        2. find the first failure of the ranks of this machine, if the connection was lost
+           (``runs.exits.find_first_cause``), whose text is that of the launcher's summary, in brief
            (``runs.failures.tell_failure``);
         3. write message, frames and cause to the error file that torchrun prints (``process_end.write_error_file``).
         """
         failure, note = process_end.failure_of(error), ""
         write_if_possible(self.files.failure, json.dumps(failure))
         if not self.has_launcher:
-            with process_end.delayed_sigterm() as is_told:
-                note = find_first_cause(self.rank, self.files, partial(self._ask_others, answers=False), is_told)
+            is_main = threading.current_thread() is threading.main_thread()
+            if has_default := is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+                # A launcher sends it as soon as another rank has exited. This process exits by itself.
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            note = find_first_cause(self.rank, self.files)
+            if has_default:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
         message = failure["message"] or f"exit code {getattr(error, 'code', 1)}"
         is_spec = failure["kind"] == "spec"  # all ranks have this error: one rank of each machine writes and prints it
         frames = [] if is_spec else format_stack(process_end.stack_of(failure))
@@ -83,35 +82,6 @@ class WatchedRank:
         self.record_failure(SpecError([problem]))
         if not self.has_launcher:
             process_end.print_block(f"hf-fsdp: {problem}")
-
-    def tell_end(self) -> None:
-        """Print why this process is ended, if the files of its machine show it, and no rank has printed it."""
-        if any(path.exists() for path in (self.files.failure, self.files.ended, self.files.hang)):
-            return
-        if cause := cause_of_end(self.files):
-            with contextlib.suppress(OSError):
-                self.files.cause.touch(exist_ok=False)
-                process_end.print_block(f"hf-fsdp: {cause}")
-
-    def tell_abort(self) -> None:
-        """Print why native code aborts this process, which is alone on its machine."""
-        if cause := cause_of_abort(self.rank, self.files, partial(self._ask_others, answers=True)):
-            process_end.write_error_file(cause)
-            process_end.print_block(f"hf-fsdp: {cause}")
-
-    def _ask_others(self, ranks: Sequence[RankCalls], *, answers: bool) -> list[RankCalls]:
-        """Return the ranks of other machines after a failure.
-
-        Args:
-            answers: whether this thread has to answer other machines meanwhile.
-        """
-        if not self.hang_limit or not dist.is_initialized():
-            return []
-        store = JobStore(watch_store)
-        queries = HangQueries(store, ranks=[rank.rank for rank in ranks], world_size=self.world_size)
-        found = queries.ask(ranks, time_limits.ANSWER_FAILED, after_failure=True, answers=answers)
-        store.join(time_limits.STOP)
-        return found or []
 
     def exit_after_hang(self) -> None:
         """Exit because another rank has reported a hang."""

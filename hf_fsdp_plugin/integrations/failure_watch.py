@@ -106,25 +106,19 @@ class Watch:
             self._thread = WatchThread(self.own)
 
     def _open(self, own: WatchedRank) -> None:
-        files, records, is_alone = own.files, bool(own.hang_limit), own.local_size == 1
+        files = own.files
         if not own.has_launcher:
             watch_files.private_folder(files.stem.parent)
             watch_files.remove_files(files.stem)
             if all(peer.is_gone() for peer in watch_files.find_peers(files.stem.parent)):
                 # The first rank. An earlier run, or the ranks before a change of the number of machines, had this name.
                 watch_files.remove_files(files.stem, of_all=True)
-        is_read = own.has_launcher or not is_alone
-        stack_file().open(
-            files.stacks,
-            crashes="record" if is_read else "print",
-            takes_over=own.has_launcher,
-            holds_abort=records and not is_read,
-        )
+        stack_file().open(files.stacks, records_crashes=own.has_launcher)
         session().in_flight_file = files.saving
         resuming.attempt().begin(files)
         # A folder that a user has chosen may outlive the container, and the next attempt reads the record there.
         in_memory = own.has_launcher or "TMPDIR" not in os.environ
-        if records:
+        if own.hang_limit:
             call_hooks.record_calls(files.calls, in_memory=in_memory)
         else:
             with contextlib.suppress(OSError):
@@ -142,6 +136,8 @@ class Watch:
         self.failed(error)
         if isinstance(error, SpecError):
             print_error(error)
+            for note in getattr(error, "__notes__", ()):
+                process_end.print_block(note)
         else:
             (self._previous_hook or sys.__excepthook__)(kind, error, trace)
 

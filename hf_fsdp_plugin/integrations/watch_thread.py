@@ -20,10 +20,9 @@ import torch.distributed as dist
 import hf_fsdp_plugin.time_limits as time_limits
 from hf_fsdp_plugin.hangs import process_end, watch_files
 from hf_fsdp_plugin.hangs.calls import read_header, record
-from hf_fsdp_plugin.hangs.hang_queries import HangQueries, JobStore, PlaceInStore, watch_store
+from hf_fsdp_plugin.hangs.hang_queries import HangQueries, JobStore, watch_store
 from hf_fsdp_plugin.hangs.hang_texts import found_hang
 from hf_fsdp_plugin.hangs.hang_watch import HangFinder, write_hang
-from hf_fsdp_plugin.hangs.python_stacks import stack_file
 from hf_fsdp_plugin.hangs.watch_files import FoundHang, Peer, write_if_possible
 from hf_fsdp_plugin.integrations.failure_record import WatchedRank, log_folder
 
@@ -41,22 +40,16 @@ class WatchThread:
         self._thread = threading.Thread(target=self._run, name="hf_fsdp_watch", daemon=True)
         self._exits = process_end.ExitWatch(own.exit_limit, notice=own.notice, fail=own.record_problem)
         self._store = JobStore(watch_store, record().beat)
-        self._place = PlaceInStore(self._store, own.rank)
         self._queries = HangQueries()
         self._peers: dict[int, Peer] = {}
         self._has_stood_still = False
         self._hangs: HangFinder | None = None
         self._group_since = self._last_turn = self._hold_until = 0.0
-        self._sigterm: process_end.HeldSigterm | None = None
-        if not own.has_launcher and own.local_size > 1:
-            self._sigterm = process_end.hold_sigterm(own.files.stacks)
         self._thread.start()
 
     def stop(self) -> bool:
         """End the thread, and its request to the store. Returns whether none of both is left after a time limit."""
         self._stopped.set()
-        if self._sigterm is not None:
-            self._sigterm.wake()
         self._store.close()
         if self._thread is not threading.current_thread():
             self._thread.join(time_limits.STOP)
@@ -64,24 +57,16 @@ class WatchThread:
 
     def _run(self) -> None:
         try:
-            while not self._pause():
+            while not self._stopped.wait(self._pause):
                 self._turn()
         except Exception as error:
             if not self._stopped.is_set():
                 self._own.notice(f"rank {self._own.rank} is not watched any more: {type(error).__name__}: {error}")
-        finally:
-            if self._sigterm is not None:
-                self._sigterm.release()
 
-    def _pause(self) -> bool:
-        """Wait for the next turn. Returns whether there is none."""
-        pause = time_limits.TURN if self._group_since or not self._own.hang_limit else time_limits.FIRST_TURN
-        if self._sigterm is None:
-            return self._stopped.wait(pause)
-        if self._sigterm.wait(pause) and not self._stopped.is_set():
-            self._own.tell_end()
-            return True
-        return self._stopped.is_set()
+    @property
+    def _pause(self) -> float:
+        """Seconds until the next turn."""
+        return time_limits.TURN if self._group_since or not self._own.hang_limit else time_limits.FIRST_TURN
 
     def _turn(self) -> None:
         now, files = time.monotonic(), self._files
@@ -89,10 +74,6 @@ class WatchThread:
             # All processes were suspended, or a call held the interpreter's lock, so the waits do not show a hang.
             self._hold_until, self._hangs = now + self._own.hang_limit, None
         record().beat()
-        if (held := stack_file().held_abort) is not None and held.has_begun():
-            stack_file().record()
-            self._own.tell_abort()
-            held.end()
         if files.hang.exists():
             self._own.exit_after_hang()
         if files.standstill.exists() and not self._has_stood_still:
@@ -102,7 +83,6 @@ class WatchThread:
             write_if_possible(files.ended, "")
         if self._own.hang_limit and dist.is_initialized():
             self._group_since = self._group_since or now
-            self._place.poll()
             if now >= self._hold_until:
                 self._look_for_hangs(now)
         record().beat()

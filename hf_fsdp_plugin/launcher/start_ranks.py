@@ -67,7 +67,7 @@ def _run_attempt(job: RankJob, rendezvous: Rendezvous) -> int | None:
     attempt = assess_attempt(result, restarts, machine=machines.machine, seconds=seconds)
     if machines.num_ended() and not attempt.final:
         attempt = replace(attempt, final="the ranks of another machine have ended.")
-    after = rendezvous.restarts = decide_restart([machines.agree(attempt)], restarts)
+    after = rendezvous.restarts = decide_restart(machines.agree(attempt), restarts)
     if after.refusal is not None:
         print(f"hf-fsdp: {after.refusal}", file=sys.stderr, flush=True)
         return code

@@ -264,6 +264,8 @@ def _tell_signal(result: AttemptResult) -> str:
 
 
 def _tell_briefly(first: RankExit, result: AttemptResult) -> str:
+    if first.has_waited:
+        return "; ".join(_places(result))
     problem = explain_failure(first, result)
     if first.has_lost_connection:
         return str(problem or "")

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import builtins
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -30,7 +30,7 @@ from hf_fsdp_plugin.text import plural
 class FailedAttempt:
     """One attempt of a run that failed.
 
-    Each machine has its own view of it. That of the machine that has failed first goes into the history of the run.
+    With several machines, it is what the machine knows that has failed first.
 
     Attributes:
         failure: one line, such as ``rank 1: killed by SIGKILL``.
@@ -41,8 +41,6 @@ class FailedAttempt:
         same_as: what identifies the same failure in another attempt: type and place; empty for one from outside.
         counts: whether it counts as a restart: not if the attempt was ended because a machine joined the run.
         final: why the run must not be started again; empty if it may be.
-        is_cause: whether it failed by itself, and not because another machine has failed.
-        time: time of the failure, in seconds since the epoch; 0 if it is unknown.
     """
 
     failure: str = ""
@@ -53,8 +51,6 @@ class FailedAttempt:
     same_as: str = ""
     counts: bool = True
     final: str = ""
-    is_cause: bool = True
-    time: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,21 +135,17 @@ class Restarts:
         return cls(**{**tree, "failures": failures, "refusal": refusal})
 
 
-def decide_restart(attempts: Sequence[FailedAttempt], restarts: Restarts) -> Restarts:
+def decide_restart(attempt: FailedAttempt, restarts: Restarts) -> Restarts:
     """Return the restarts with a failed attempt, and with a refusal if the ranks must not be started again.
 
     Args:
-        attempts: the attempt as the machines know it.
+        attempt: the attempt, on which the machines have agreed.
         restarts: without this attempt.
     """
-    attempt = min(attempts, key=lambda each: (not each.is_cause, each.time))
-    # Machines that were lost do not know their steps.
-    furthest = max(attempts, key=lambda each: -1 if each.steps is None else each.steps)
-    attempt = replace(attempt, began=furthest.began, steps=furthest.steps)
     after = replace(restarts.after(attempt), refusal=None)
     last = restarts.failures[-1] if restarts.failures else None
-    if final := next((each.final for each in attempts if each.final), ""):
-        refusal = _not_again(final)
+    if attempt.final:
+        refusal = _not_again(attempt.final)
     elif last is not None and attempt.same_as and (last.same_as, last.steps) == (attempt.same_as, attempt.steps):
         where = f"after step {attempt.steps}" if attempt.steps is not None else "before the first optimizer step"
         refusal = _not_again(f"two attempts have failed in the same way {where}.")
@@ -181,7 +173,7 @@ _MAX_TEXT: Final = 200
 
 def assess_attempt(result: AttemptResult, restarts: Restarts, *, machine: int, seconds: float) -> FailedAttempt:
     """Return the attempt as this machine knows it. It must have failed, here or on another machine."""
-    began, steps = _progress(result.exits)
+    began, steps = count_steps(result.exits)
     attempt = FailedAttempt(machine=machine, began=began, steps=steps, seconds=seconds)
     if result.hang is not None and not result.signal_number:
         # The same code in the same unit after the same step comes from the program.
@@ -201,8 +193,6 @@ def assess_attempt(result: AttemptResult, restarts: Restarts, *, machine: int, s
         failure=text[:_MAX_TEXT],
         same_as=_identity(first) if first is not None and is_cause else "",
         final=final,
-        is_cause=is_cause,
-        time=first.time if first is not None else float("inf"),
     )
 
 
@@ -229,7 +219,7 @@ def _identity(first: RankExit) -> str:
     return f"exit code {first.code}"
 
 
-def _progress(exits: Iterable[RankExit]) -> tuple[int | None, int | None]:
+def count_steps(exits: Iterable[RankExit]) -> tuple[int | None, int | None]:
     """Return the optimizer steps of the run before this attempt and at its end; ``None`` if it trained nothing."""
     counts = [rank.counts for rank in exits if rank.counts is not None]
     furthest = max(counts, key=lambda each: each.total, default=None)
