@@ -30,9 +30,7 @@ Between machines, over the store of the ranks or of the launchers (``hangs.hang_
 ``REQUEST``            10.0  a rank, for the store
 ``ANSWER``             10.0  a machine that has found a hang, for the records and stacks of the others
 ``MEET``              600.0  launchers that meet; as in torchrun
-``PLACES``             10.0  the launcher of the first failure, until the others have stopped their ranks
 ``VERDICT``            60.0  other launchers, for its account of the attempt: the saves of its ranks get ``SAVE``
-``EXIT_BARRIER``      300.0  a launcher, for machines whose ranks exit later; as in torchrun
 ``LEAVE``               5.0  the launcher with the store, for others that may still read it
 ====================  =====  ==========================================================================================
 
@@ -45,7 +43,7 @@ The launcher and its ranks (``launcher``):
 ``TERM``                5.0  from SIGTERM to SIGKILL after a failure
 ``SAVE``               25.0  the same for a rank that writes a checkpoint, whose handler of SIGTERM waits 20 seconds
 ``GRACE``              30.0  from a signal to the launcher to SIGKILL for its ranks (``--grace``)
-``OUTPUT``              0.2  a thread that reads the output of a rank, until it looks whether the rank has exited
+``OUTPUT``              0.1  a thread that shows the output of a rank, between two looks at its file
 ====================  =====  ==========================================================================================
 """
 
@@ -74,9 +72,7 @@ POLL: Final = 0.1
 REQUEST: Final = 10.0
 ANSWER: Final = 10.0
 MEET: Final = 600.0
-PLACES: Final = 10.0
 VERDICT: Final = 60.0
-EXIT_BARRIER: Final = 300.0
 LEAVE: Final = 5.0
 
 WATCH: Final = 0.05
@@ -85,4 +81,4 @@ TEARDOWN: Final = 10.0
 TERM: Final = 5.0
 SAVE: Final = 25.0
 GRACE: Final = 30.0
-OUTPUT: Final = 0.2
+OUTPUT: Final = 0.1

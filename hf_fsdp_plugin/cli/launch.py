@@ -97,26 +97,28 @@ def _run_ranks(arguments: flags.LaunchArguments, spec: FsdpSpec, world: worlds.W
     options = arguments.options
     min_machines = int(options.get("min_machines", world.num_machines))
     launch = _with_backend(spec, min_machines)
-    from hf_fsdp_plugin.launcher.rendezvous import MachinesRendezvous, Rendezvous  # lazy: imports torch
+    from hf_fsdp_plugin.launcher.rendezvous import Rendezvous  # lazy: imports torch
     from hf_fsdp_plugin.launcher.start_ranks import first_restarts, run_attempts
 
     restarts = first_restarts(int(options.get("max_restarts", 0)), _run_id(options))
-    rendezvous: Rendezvous
+    rendezvous = Rendezvous(
+        launch,
+        world,
+        restarts,
+        facts=_facts(arguments, spec, world),
+        conf=options.get("rdzv_conf", ""),
+        min_machines=min_machines,
+        notice=lambda problem: _print_notices(arguments, problem),
+    )
     if world.num_machines > 1:
-        facts = _facts(arguments, spec, world)
-        rendezvous = MachinesRendezvous(
-            launch, world, facts, restarts, conf=options.get("rdzv_conf", ""), min_machines=min_machines
-        )
         some = f"{min_machines} to " if min_machines < world.num_machines else ""
         _print_notices(
             arguments, f"waiting for {some}{world.num_machines} machines at {worlds.rendezvous_address(launch)}"
         )
-    else:
-        rendezvous = Rendezvous(restarts, launch.main_process_port)
 
     def describe_start() -> None:
-        met = replace(world, num_machines=rendezvous.machines.num_machines)
-        machine, address = rendezvous.machines.machine, rendezvous.address
+        met = replace(world, num_machines=rendezvous.num_machines)
+        machine, address = rendezvous.machine, rendezvous.address
         _print_notices(arguments, worlds.describe_world(met, launch, machine=machine, address=address))
 
     job = RankJob(

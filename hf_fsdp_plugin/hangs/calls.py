@@ -29,7 +29,6 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from hf_fsdp_plugin.axes import AXIS_NAMES
-from hf_fsdp_plugin.hangs.mapped_file import make_mapped_file
 from hf_fsdp_plugin.state import process
 from hf_fsdp_plugin.text import format_dtype, short_dtype
 
@@ -169,8 +168,8 @@ class RankCalls:
         place: where it is, as text (see ``hangs.python_stacks``); empty if that is unknown.
         call: the library function that it is in, such as ``generate``; empty outside of known ones.
         cpu: share of one core that its processes have used lately; ``None`` if that was not measured.
-        is_busy: whether it makes progress: its Python stack has changed meanwhile, or its processes have worked.
-        reads: whether it waits for a file system or a data loader.
+        is_busy: whether it may still come: its Python stack has changed, its processes have worked, or it waits for a
+            file system, the network or a data loader.
         counts: its optimizer steps and forwards; ``None`` if they were not counted.
     """
 
@@ -185,7 +184,6 @@ class RankCalls:
     call: str = ""
     cpu: float | None = None
     is_busy: bool = False
-    reads: bool = False
     counts: Counts | None = None
 
     @property
@@ -294,16 +292,18 @@ class CallRecord:
         """Record that the watcher of this rank runs."""
         self._words[_BEAT] = monotonic_ns()
 
-    def open(self, path: Path, *, calls: bool = True, in_memory: bool = False) -> None:
+    def open(self, path: Path, *, calls: bool = True) -> None:
         """Record from now on. The file survives a crash of the process. Raises ``OSError``.
 
         Args:
             calls: whether collectives are recorded. Optimizer steps and forwards are counted in any case.
-            in_memory: whether the file may be lost with the container (see ``hangs.mapped_file``).
         """
         self.close()
         size = _GROUPS_AT + _MAX_GROUP_BYTES if calls else _HEADER.size
-        with make_mapped_file(path, size, in_memory=in_memory).open("r+b") as file:
+        path.unlink(missing_ok=True)  # another process may have mapped it
+        with path.open("wb+") as file:
+            file.write(bytes(size))  # takes the space now: without it, a later change would end the process
+            file.flush()
             self._memory = mmap.mmap(file.fileno(), size)
         self._words = memoryview(self._memory)[: _HEADER.size].cast("Q")
         self._words[0] = _FORMAT

@@ -61,8 +61,7 @@ class Diagnosis:
         waiting: the collective that has been waited for the longest.
         others: further collectives in which ranks wait.
         difference: the first difference; ``None`` without one.
-        is_busy: whether each late rank makes progress, so that it may still come.
-        reads: whether each late rank is busy, or waits for a file system or a data loader.
+        is_busy: whether each late rank may still come.
         known: what is known of all ranks of the run, by rank.
         stacks: the Python stacks of the ranks of this machine, outermost frame first.
     """
@@ -73,7 +72,6 @@ class Diagnosis:
     others: tuple[Wait, ...] = ()
     difference: Difference | None = None
     is_busy: bool = False
-    reads: bool = False
     known: Mapping[int, RankCalls] = field(default_factory=dict)
     stacks: Mapping[int, Sequence[Frame]] = field(default_factory=dict)
 
@@ -105,16 +103,13 @@ def diagnose_hang(ranks: Iterable[RankCalls], *, limit: float) -> Diagnosis | No
         kind, named = "circle", {*circle, *longest.ranks}
     elif not named:
         kind = "stuck"
-    late = [run.known[rank] for rank in causes]
-    is_late = kind == "late" and not gone
     return Diagnosis(
         kind=kind,
         ranks=tuple(sorted(named)),
         waiting=longest,
         others=tuple(others),
         difference=difference,
-        is_busy=is_late and all(rank.is_busy for rank in late),
-        reads=is_late and all(rank.reads or rank.is_busy for rank in late),
+        is_busy=kind == "late" and not gone and all(run.known[rank].is_busy for rank in causes),
         known=run.known,
     )
 

@@ -119,10 +119,6 @@ def exit_after_hang(seconds: float = 0.0) -> NoReturn:
     os._exit(HANG)
 
 
-_SCRIPT: Final = ("<module>", "_run_module_as_main")
-"""Outermost functions of the main thread while it runs a script."""
-
-
 class ExitWatch:
     """Reports the threads for which the interpreter waits at its exit.
 
@@ -139,8 +135,8 @@ class ExitWatch:
 
     def poll(self) -> bool:
         """Return whether the script has ended. Call it in a thread, again and again."""
-        stack, _ = current_stack(threading.main_thread().ident or 0)
-        if not stack or stack[0].name in _SCRIPT:
+        stack = current_stack(threading.main_thread().ident or 0)
+        if not stack or stack[0].name in ("<module>", "_run_module_as_main"):
             return False
         # Exit handlers, such as the report, run after the threads have ended.
         if stack[0].file != threading.__file__ or not (held_by := _blocking_threads()):
@@ -149,30 +145,28 @@ class ExitWatch:
         self._since = self._since or time.monotonic()
         seconds = time.monotonic() - self._since
         message = f"the script has ended, but {held_by} keep the process running."
-        fix = "Stop these threads in the script, or create them with daemon=True."
-        if seconds >= min(time_limits.EXIT_NOTICE, self._limit) and not self._is_noticed:
-            self._is_noticed = True
-            more = f"{fix} The run fails after {self._limit:g} seconds ({EXIT_LIMIT_VARIABLE})."
-            self._notice(Problem(code="FSDP-W741", message=message, fix=more))
+        fix = (
+            "Stop these threads in the script, or create them with daemon=True. "
+            f"The run fails after {self._limit:g} seconds ({EXIT_LIMIT_VARIABLE})."
+        )
         if seconds >= self._limit:
-            message = f"{message} They did not end in {self._limit:g} seconds."
             self._fail(Problem(code="FSDP-E742", rank=launched_rank(), message=message, fix=fix))
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
+        if seconds >= min(time_limits.EXIT_NOTICE, self._limit) and not self._is_noticed:
+            self._is_noticed = True
+            self._notice(Problem(code="FSDP-W741", message=message, fix=fix))
         return True
 
 
 def _blocking_threads() -> str:
-    """Return which threads are not daemons, and where they are; empty if there are none."""
+    """Return which threads are not daemons, and their innermost frames; empty if there are none."""
     threads = [each for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()]
-    shown = [f"{thread.name} ({_place(thread)})" for thread in threads]
-    return f"non-daemon threads {format_names(shown, 3)}" if shown else ""
-
-
-def _place(thread: threading.Thread) -> str:
-    """Return file, line and function of the innermost frame outside the standard library."""
+    shown = []
     library = os.path.dirname(threading.__file__)
-    stack, _ = current_stack(thread.ident or 0)
-    frames = [each for each in stack if os.path.dirname(each.file) != library] or stack
-    return f"{frames[-1].file}:{frames[-1].line}, in {frames[-1].name}" if frames else "starting"
+    for thread in threads:
+        stack = current_stack(thread.ident or 0)
+        place = next((each for each in reversed(stack) if os.path.dirname(each.file) != library), None)
+        shown.append(f"{thread.name} ({place.location}, in {place.name})" if place is not None else thread.name)
+    return f"non-daemon threads {format_names(shown, 3)}" if shown else ""

@@ -19,6 +19,7 @@ import site
 import sys
 import sysconfig
 import threading
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,9 +62,6 @@ _READS: Final = re.compile(
 )
 """Calls of functions that read or write files."""
 _NUM_LAST_FRAMES = 2
-_ROUND: Final = os.path.join("backends", "ranks", "agreement.py")
-_ROUND_LOOP: Final = "_wait"
-"""Function of this file with the loop that waits for other ranks."""
 _RECORDING = os.path.join("integrations", "call_hooks.py")
 """The file whose functions are called around each collective."""
 
@@ -186,21 +184,11 @@ def read_stack(path: Path) -> list[Frame]:
     return stack[::-1]
 
 
-def current_stack(thread: int) -> tuple[list[Frame], tuple[Any, ...]]:
-    """Return the stack of a thread, outermost frame first, and a value that changes when the thread makes progress."""
+def current_stack(thread: int) -> list[Frame]:
+    """Return the stack of a thread of this process, outermost frame first."""
     frame = sys._current_frames().get(thread)
-    stack: list[Frame] = []
-    position: list[tuple[int, int]] = []
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if file.endswith(_ROUND) and frame.f_code.co_name == _ROUND_LOOP:
-            stack.clear()
-            position.clear()
-        else:
-            position.append((id(frame), frame.f_lasti))
-        stack.append(Frame(file, frame.f_lineno or 0, frame.f_code.co_name))
-        frame = frame.f_back
-    return stack[::-1], tuple(position)
+    found = traceback.walk_stack(frame) if frame is not None else ()
+    return [Frame(each.f_code.co_filename, line, each.f_code.co_name) for each, line in found][::-1]
 
 
 def find_place(stack: Sequence[Frame], counts: Counts | None = None) -> tuple[str, str]:

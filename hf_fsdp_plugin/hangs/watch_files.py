@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
+import shutil
 import socket
-import stat
+import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from hf_fsdp_plugin.hangs.mapped_file import remove_file
 from hf_fsdp_plugin.hangs.python_stacks import request_stack, stack_file
+
+_MIN_FREE: Final = 64 << 20
+"""Free bytes of the memory for temporary files from which on it is used: a rank needs less than 200 KiB."""
 
 
 class _File:
@@ -39,8 +41,7 @@ class RankFiles:
         process: JSON: the rank's process, its start and its machine (see :func:`register_rank`).
         stacks: stacks of the rank's threads (see ``hangs.python_stacks``).
         saving: exists while a checkpoint is written in the background.
-        calls: the rank's collectives, optimizer steps and forwards (see ``hangs.calls``), or a link to them
-            (see ``hangs.mapped_file``).
+        calls: the rank's collectives, optimizer steps and forwards (see ``hangs.calls``).
         hang: JSON: the hang that ends the ranks of this machine (:class:`FoundHang`). One for all of them.
         standstill: exists if no rank of this machine has begun a collective for a long time. One for all of them.
         restarts: JSON: the failed attempts of the run (``runs.restart_policy``). The launcher writes it for all ranks.
@@ -63,20 +64,17 @@ def remove_files(stem: Path, *, of_all: bool = False) -> None:
     """Remove the files of one rank, or those that all ranks of its machine have in common."""
     for name, file in vars(RankFiles).items():
         if type(file) is _File and file.is_common == of_all:
-            remove_file(getattr(RankFiles(stem), name))
+            getattr(RankFiles(stem), name).unlink(missing_ok=True)
 
 
-def private_folder(folder: Path) -> None:
-    """Make a folder and its parent, which no other user can write.
+def scratch_folder() -> Path:
+    """Return the folder of temporary files: in memory, unless the user has set ``TMPDIR`` or there is no space.
 
-    Raises:
-        OSError: it cannot be made, or another user has made it, or a link.
+    A thread that changes a mapped page of a disk may wait until the page is written, as while a checkpoint is.
     """
-    for each in (*reversed(folder.parents[:2]), folder):
-        each.mkdir(mode=0o700, exist_ok=True)
-        found = each.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-            raise PermissionError(errno.EPERM, "it is not a folder of this user only", str(each))
+    memory = Path("/dev/shm")
+    in_memory = "TMPDIR" not in os.environ and memory.is_mount() and shutil.disk_usage(memory).free > _MIN_FREE
+    return memory if in_memory else Path(tempfile.gettempdir())
 
 
 def write_if_possible(path: Path, text: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import signal
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -118,10 +118,7 @@ class AttemptResult:
         signal_number: the signal that stopped the launcher, or 0.
         remote_failure: the failure of a rank on another machine, if any.
         has_remote_hang: whether this failure is a hang.
-        elsewhere: where the ranks of other machines were, after the machines have shared that.
-        notes: what is not known of other machines.
         hang: why the run was ended, if ranks waited for too long.
-        joins: whether the attempt was ended because a machine joins the run.
         first: the rank whose failure caused the others, determined from ``exits``; ``None`` if none has failed.
     """
 
@@ -129,10 +126,7 @@ class AttemptResult:
     signal_number: int = 0
     remote_failure: str | None = None
     has_remote_hang: bool = False
-    elsewhere: Sequence[RankCalls] = ()
-    notes: Sequence[str] = ()
     hang: FoundHang | None = None
-    joins: bool = False
     first: RankExit | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -152,14 +146,6 @@ class AttemptResult:
             return first.code
         # A rank that recorded an exception may have been stopped by the launcher afterwards.
         return 1 if first.failure is not None else 128 - first.code
-
-    @property
-    def needs_places(self) -> bool:
-        """Whether the summary, here or on the machine that failed first, contains where the ranks were."""
-        first = self.first
-        if first is None or self.signal_number or self.hang is not None:
-            return False
-        return bool(self.remote_failure) or first.may_disagree or first.has_waited
 
     @property
     def places(self) -> list[RankCalls]:
@@ -247,7 +233,8 @@ def tell_failure(
     if result.signal_number and first is not None:
         return _tell_signal(result)
     if result.remote_failure and (first is None or first.failure is None or first.has_lost_connection):
-        return _block([f"the ranks of this machine were stopped because another failed: {result.remote_failure}"])
+        why = f"the ranks of this machine were stopped because another failed: {result.remote_failure}"
+        return _block([why, *_places(result)])
     if first is None:
         return ""
     if brief:
@@ -344,18 +331,13 @@ def _others(failed: _Failure) -> Iterator[str]:
             yield f"hf-fsdp: traceback of rank {rank.rank}:\n{rank.failure['traceback'].rstrip()}"
 
 
-def _notes(failed: _Failure) -> Iterator[str]:
-    yield from (_block([note]) for note in failed.result.notes)
-
-
 def _problems(failed: _Failure) -> Iterator[str]:
     yield str((failed.first.failure or {})["message"])
     if failed.first.has_waited:
         yield from (_block([place]) for place in _places(failed.result))
-        yield from _notes(failed)
 
 
-_SECTIONS: Final = (_message, _stack, _explanation, _last_lines, _others, _notes)
+_SECTIONS: Final = (_message, _stack, _explanation, _last_lines, _others)
 """The summary of a failure."""
 _SECTIONS_OF_SPEC: Final = (_problems,)
 """That of a ``SpecError``, whose message is for users."""
@@ -391,5 +373,5 @@ def _capitalized(sentences: str) -> str:
 
 
 def _places(result: AttemptResult) -> list[str]:
-    """Return one text for each place at which ranks were, on all machines that are known."""
-    return shown_places([*result.places, *result.elsewhere])
+    """Return one text for each place at which ranks of this machine were."""
+    return shown_places(result.places)

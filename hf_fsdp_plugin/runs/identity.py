@@ -26,17 +26,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import socket
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from hf_fsdp_plugin.hangs.mapped_file import remove_file
-from hf_fsdp_plugin.hangs.watch_files import RankFiles, remove_files, write_if_possible
+from hf_fsdp_plugin.hangs.watch_files import RankFiles, remove_files, scratch_folder, write_if_possible
 from hf_fsdp_plugin.rank_variables import ERROR_FILE_VARIABLE, POD_ID_VARIABLE, RUN_ID_VARIABLE, variable_number
 from hf_fsdp_plugin.runs.exits import read_exit
 from hf_fsdp_plugin.runs.failures import first_failure, summarize_exit
@@ -107,7 +106,7 @@ def identify_run(environ: Mapping[str, str], argv: tuple[str, ...] = ()) -> RunI
 def attempt_folder(identity: RunIdentity, environ: Mapping[str, str]) -> Path:
     """Return the folder of the files of this machine's ranks in this attempt. That of the run is its parent."""
     unique = identity.id or "-".join(environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
-    folder = Path(tempfile.gettempdir()) / f"hf_fsdp_{os.getuid()}" / _short_hash(unique)
+    folder = scratch_folder() / f"hf_fsdp_{os.getuid()}" / _short_hash(unique)
     return folder / f"{identity.attempt}-{identity.start}"
 
 
@@ -179,10 +178,7 @@ def keep_attempts(folder: Path, restarts: Restarts) -> None:
     """Keep the failed attempts for the next one, and remove their files."""
     write_if_possible(RankFiles(folder / "rank").restarts, json.dumps(asdict(restarts)))
     for earlier in _earlier(folder):
-        with suppress(OSError):
-            for path in earlier.iterdir():
-                remove_file(path)
-            earlier.rmdir()
+        shutil.rmtree(earlier, ignore_errors=True)
 
 
 def forget_run(files: RankFiles) -> None:
@@ -214,6 +210,9 @@ def _failed_attempt(folder: Path) -> FailedAttempt:
             files = RankFiles(path.with_suffix(""))
             exits.append(read_exit(int(path.stem.partition("_")[2]), files, code=0, time=path.stat().st_mtime))
     first, (began, steps) = first_failure(exits), count_steps(exits)
+    killed = next((each for each in exits if each.failure is None and not each.ended), None)
     text = f"rank {first.rank}: {summarize_exit(first)}" if first is not None else "no rank has recorded an error"
+    if killed is not None and (first is None or first.has_lost_connection):
+        text = f"rank {killed.rank}: ended without an error record"
     seconds = max((each.time for each in exits), default=0.0) - min((each.time for each in exits), default=0.0)
     return FailedAttempt(failure=text, began=began, steps=steps, seconds=seconds)

@@ -4,8 +4,6 @@ A restart helps if the cause was outside of the program: a killed rank, a lost m
 of the program comes again, after minutes of loading. Therefore a run is not restarted
 
 - after a signal to a launcher, or without the launcher that hosts the rendezvous of the machines;
-- if no attempt has made an optimizer step and the failure is a problem of the config, a wrong usage of the script, or
-  an exception of the kinds in ``PROGRAM_ERRORS``;
 - if two attempts in succession have failed with the same exception, exit code or crash at the same place after the
   same optimizer step of the run. A rank that was killed from outside, and a lost connection, never count as the same
   failure.
@@ -13,7 +11,6 @@ of the program comes again, after minutes of loading. Therefore a run is not res
 
 from __future__ import annotations
 
-import builtins
 import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -22,7 +19,7 @@ from typing import Any, Final
 from hf_fsdp_plugin.hangs.process_end import CRASHES, stack_of
 from hf_fsdp_plugin.hangs.python_stacks import is_library
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.runs.failures import AttemptResult, RankExit, signal_name, spec_failure, summarize_exit
+from hf_fsdp_plugin.runs.failures import AttemptResult, RankExit, signal_name, summarize_exit
 from hf_fsdp_plugin.text import plural
 
 
@@ -39,7 +36,6 @@ class FailedAttempt:
         steps: optimizer steps of the run when it failed; ``None`` if it trained nothing.
         seconds: duration of the attempt.
         same_as: what identifies the same failure in another attempt: type and place; empty for one from outside.
-        counts: whether it counts as a restart: not if the attempt was ended because a machine joined the run.
         final: why the run must not be started again; empty if it may be.
     """
 
@@ -49,7 +45,6 @@ class FailedAttempt:
     steps: int | None = None
     seconds: float = 0.0
     same_as: str = ""
-    counts: bool = True
     final: str = ""
 
 
@@ -59,8 +54,7 @@ class Restarts:
 
     Attributes:
         run_id: identifies the run in the manifests of its checkpoints; empty if nothing does (``runs.identity``).
-        max_restarts: the launcher's limit of restarts; 0 if it is unknown. Machines that join start the ranks again,
-            too, but torch does not count that.
+        max_restarts: the launcher's limit of restarts; 0 if it is unknown.
         refusal: why the ranks are not started again; ``None`` if they are.
     """
 
@@ -75,17 +69,12 @@ class Restarts:
         return len(self.failures)
 
     @property
-    def num_failures(self) -> int:
-        """Number of attempts that have failed; each allows one restart less."""
-        return sum(attempt.counts for attempt in self.failures)
-
-    @property
     def title(self) -> str:
         """Name of the present attempt, such as ``restart 1 of 3``."""
-        return f"restart {self.num_failures}{self._limit(' of')}"
+        return f"restart {self.count}{self._limit(' of')}"
 
     def _limit(self, of: str) -> str:
-        return f"{of} {self.max_restarts}" if self.num_failures <= self.max_restarts else ""
+        return f"{of} {self.max_restarts}" if self.count <= self.max_restarts else ""
 
     @property
     def last_failure(self) -> str:
@@ -118,14 +107,14 @@ class Restarts:
         for attempt, steps in zip(self.failures, lost, strict=True):
             row = {"failure": attempt.failure, "machine": attempt.machine, "steps": attempt.steps}
             rows.append({**row, "lost_steps": steps, "seconds": round(attempt.seconds, 1)})
-        return {"count": self.num_failures, "max": self.max_restarts, "lost_steps": sum(lost), "failures": rows}
+        return {"count": self.count, "max": self.max_restarts, "lost_steps": sum(lost), "failures": rows}
 
     def summary(self, began: int | None) -> str:
         """Return one line; empty without restarts."""
         if not self.failures:
             return ""
         lost = plural(sum(self.lost_steps(began)), "optimizer step")
-        return f"{plural(self.num_failures, 'restart')}{self._limit(' of at most')}, {lost} trained again"
+        return f"{plural(self.count, 'restart')}{self._limit(' of at most')}, {lost} trained again"
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> Restarts:
@@ -149,8 +138,8 @@ def decide_restart(attempt: FailedAttempt, restarts: Restarts) -> Restarts:
     elif last is not None and attempt.same_as and (last.same_as, last.steps) == (attempt.same_as, attempt.steps):
         where = f"after step {attempt.steps}" if attempt.steps is not None else "before the first optimizer step"
         refusal = _not_again(f"two attempts have failed in the same way {where}.")
-    elif restarts.num_failures >= restarts.max_restarts:
-        times = plural(after.num_failures, "time")
+    elif restarts.count >= restarts.max_restarts:
+        times = plural(after.count, "time")
         message = f"the run has failed {times}: no restart is left of {restarts.max_restarts}."
         fix = "Read the failures above. Start the run again with resume_from_checkpoint=True."
         refusal = Problem(code="FSDP-E716", message=message, fix=fix)
@@ -164,14 +153,10 @@ def _not_again(reason: str) -> Problem:
     return Problem(code="FSDP-E714", message=f"the run is not restarted: {reason}", fix=fix)
 
 
-PROGRAM_ERRORS: Final = (ImportError, SyntaxError, NameError, AttributeError, TypeError)
-"""Exceptions that a program raises whenever it is started."""
-_USAGE: Final = 2
-"""Exit code of argparse."""
 _MAX_TEXT: Final = 200
 
 
-def assess_attempt(result: AttemptResult, restarts: Restarts, *, machine: int, seconds: float) -> FailedAttempt:
+def assess_attempt(result: AttemptResult, *, machine: int, seconds: float) -> FailedAttempt:
     """Return the attempt as this machine knows it. It must have failed, here or on another machine."""
     began, steps = count_steps(result.exits)
     attempt = FailedAttempt(machine=machine, began=began, steps=steps, seconds=seconds)
@@ -186,27 +171,12 @@ def assess_attempt(result: AttemptResult, restarts: Restarts, *, machine: int, s
     final = ""
     if result.signal_number:
         final = f"the launcher of machine {machine} received {signal.Signals(result.signal_number).name}."
-    elif first is not None and is_cause and not steps and not any(each.steps for each in restarts.failures):
-        final = _comes_again(first)
     return replace(
         attempt,
         failure=text[:_MAX_TEXT],
         same_as=_identity(first) if first is not None and is_cause else "",
         final=final,
     )
-
-
-def _comes_again(first: RankExit) -> str:
-    """Return why a failure before the first optimizer step would come again; empty if a restart may help."""
-    failure = first.failure
-    if failure is None or failure["kind"] == "exit":
-        return "the script's usage is wrong (exit code 2)." if first.code == _USAGE else ""
-    if failure["kind"] == "spec":
-        return "" if first.has_waited else f"{spec_failure(failure).rstrip('.')}."
-    kind = getattr(builtins, failure["type"], None)
-    if isinstance(kind, type) and issubclass(kind, PROGRAM_ERRORS):
-        return f"it has failed with {failure['type']} before the first optimizer step."
-    return ""
 
 
 def _identity(first: RankExit) -> str:

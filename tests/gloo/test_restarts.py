@@ -173,10 +173,10 @@ def test_failure_at_the_same_step_ends_the_run(tmp_path: Path) -> None:
     assert list(losses(tmp_path)) == [1, 2, 3, 4, 5]
 
 
-def test_import_error_and_signal_are_not_restarted(tmp_path: Path) -> None:
+def test_import_error_and_signal_end_the_run(tmp_path: Path) -> None:
     write(tmp_path, "import no_such_package", name="broken.py")
     done = launch(tmp_path, "--cpu", "--num_processes", "1", "--max_restarts", "5", "broken.py")
-    assert done.returncode == 1 and "restart 1 of" not in done.stderr
+    assert done.returncode == 1 and "restart 1 of 5" in done.stderr and "restart 2 of 5" not in done.stderr
     assert "[FSDP-E714]" in done.stderr and "ModuleNotFoundError" in done.stderr
     text = "import os, time\nopen('ready', 'w').write(str(os.getpid()))\ntime.sleep(60)"
     write(tmp_path, text)
@@ -193,7 +193,7 @@ def test_torchrun_resumes_its_own_run_only(tmp_path: Path) -> None:
     write(tmp_path, TRAINER)
     done = torchrun(tmp_path, 1, "train.py", "1 5 0")
     assert done.returncode == 0, done.stderr
-    assert re.search(r"restart 1 of 1: .* after step 5 of the run", done.stderr)
+    assert re.search(r"restart 1 of 1: rank \d: ended without an error record after step 5 of the run", done.stderr)
     assert "rank 0 begins after step 4" in done.stdout and "out/checkpoint-4" in done.stderr
     tree = json.loads((tmp_path / "out" / "fsdp_report.json").read_text())["restarts"]
     assert (tree["count"], tree["max"], tree["lost_steps"]) == (1, 1, 1)

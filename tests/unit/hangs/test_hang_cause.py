@@ -310,14 +310,3 @@ def test_child_of_a_busy_machine_works_without_time() -> None:
     use = ProcessorUse(5.0, True, 1.0, 100, child_runs=True)
     assert has_worked(use, use, 1.0, on_accelerator=True)
     assert not has_worked(use._replace(child_runs=False), use, 1.0, on_accelerator=True)
-
-
-def test_rank_that_waits_for_files_has_its_own_notice() -> None:
-    late = replace(rank_calls(2, STEP[:5]), cpu=0.0, reads=True)
-    found = diagnose_hang(others_wait(late), limit=LIMIT)
-    assert found is not None and found.reads and not found.is_busy
-    problem = describe_busy(found, 600.0)
-    assert problem.code == "FSDP-W732" and "waits for files or data" in str(problem) and "600 s" in str(problem)
-    other = replace(rank_calls(2, STEP[:5]), cpu=0.0)
-    found = diagnose_hang(others_wait(other), limit=LIMIT)
-    assert found is not None and not found.reads

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -14,10 +12,8 @@ import torch.distributed as dist
 
 import hf_fsdp_plugin.time_limits as time_limits
 from hf_fsdp_plugin.hangs import hang_queries, watch_files
-from hf_fsdp_plugin.hangs.calls import Call, RankCalls, Wait
-from hf_fsdp_plugin.hangs.hang_cause import Diagnosis
+from hf_fsdp_plugin.hangs.calls import RankCalls
 from hf_fsdp_plugin.hangs.hang_queries import HangQueries, JobStore
-from hf_fsdp_plugin.hangs.hang_watch import write_hang
 from hf_fsdp_plugin.hangs.watch_files import ProcessorUse, processor_use
 from hf_fsdp_plugin.rank_variables import DEFAULT_HANG_LIMIT, HANG_LIMIT_VARIABLE, hang_limit
 
@@ -134,14 +130,6 @@ def test_request_that_does_not_end_blocks_no_other() -> None:
     assert store.join(10) and store.ask(lambda _: 1) == 1
     store.close()
     assert store.ask(lambda _: 1) is None
-
-
-def test_hang_dump_in_a_shared_folder_has_no_known_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    stuck = Diagnosis(kind="stuck", ranks=(), waiting=Wait("0", 1, Call("barrier"), 5.0, (0,)))
-    paths = [write_hang(stuck, tmp_path / "missing", limit=LIMIT) for _ in range(2)]
-    folders = {path.parent for path in paths if path is not None}
-    assert len(folders) == 2 and all(stat.S_IMODE(folder.stat().st_mode) == 0o700 for folder in folders)
 
 
 def test_one_of_two_machines_that_ask_at_once_is_answered() -> None:

@@ -76,6 +76,7 @@ class World:
 @pytest.fixture(autouse=True)
 def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(current_run(), "restarts", Restarts())
     monkeypatch.setattr(current_run(), "identity", RunIdentity())
     yield

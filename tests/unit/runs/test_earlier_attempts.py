@@ -61,7 +61,7 @@ def test_steps_of_a_killed_rank_are_counted(tmp_path: Path) -> None:
     assert texts(known) == ["rank 0: RuntimeError: no"] and known.max_restarts == 5
     machine.leave(0, before=6, steps=3)
     known = machine.agree(machine.start(2), attempt=2)
-    assert texts(known) == ["rank 0: RuntimeError: no", "no rank has recorded an error"]
+    assert texts(known) == ["rank 0: RuntimeError: no", "rank 0: ended without an error record"]
     assert [(each.began, each.steps) for each in known.failures] == [(0, 8), (6, 9)]
     assert known.lost_steps(began=9) == [2, 0]
     assert [path.name for path in machine.run.iterdir()] == ["2-2"], "the files of earlier attempts are removed"
