@@ -88,7 +88,6 @@ def _launch(arguments: flags.LaunchArguments) -> int:
     _print_notices(arguments, *(problem for problem in spec.problems if problem.severity == "warning"))
     world = worlds.resolve_world(spec, worlds.find_devices())
     _print_notices(arguments, *world.problems)
-    worlds.check_elastic(spec, world, int(arguments.options.get("min_machines", world.num_machines)))
     _print_notices(arguments, *notes)
     return _run_ranks(arguments, spec, world, _handover(arguments, given))
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import hf_fsdp_plugin.time_limits as time_limits
 from hf_fsdp_plugin.hangs.python_stacks import request_stack
-from hf_fsdp_plugin.hangs.watch_files import RankFiles, is_halted
+from hf_fsdp_plugin.hangs.watch_files import RankFiles
 from hf_fsdp_plugin.launcher.rank_environment import RankJob
 from hf_fsdp_plugin.runs.exits import read_exit
 from hf_fsdp_plugin.runs.failures import RankExit
@@ -33,7 +33,6 @@ class RankProcess:
         stderr: the file of its stderr; ``None`` if that is shown only.
         code: exit code, or minus the number of the signal; ``None`` while it runs.
         stopped: whether the launcher has stopped it.
-        halted: whether SIGSTOP or a debugger had stopped it when it was asked for its stack.
     """
 
     rank: int
@@ -43,7 +42,6 @@ class RankProcess:
     code: int | None = None
     exit_time: float = 0.0
     stopped: bool = False
-    halted: bool = False
     _term_sent: float | None = None
 
     @property
@@ -76,7 +74,6 @@ class RankProcess:
 
     def request_stacks(self) -> None:
         """Make the rank record its stacks. Does nothing if it cannot yet, or has recorded where it failed."""
-        self.halted = is_halted(self.pid)
         if not self.files.failure.exists():
             request_stack(self.files.stacks, self.pid)
 
@@ -98,7 +95,7 @@ class RankProcess:
 
     def result(self) -> RankExit:
         """Return how the rank exited."""
-        known = {"pid": self.pid, "stopped": self.stopped, "halted": self.halted, "tail": _last_lines(self.stderr)}
+        known = {"pid": self.pid, "stopped": self.stopped, "tail": _last_lines(self.stderr)}
         return read_exit(self.rank, self.files, code=self.code or 0, time=self.exit_time or time.time(), **known)
 
 

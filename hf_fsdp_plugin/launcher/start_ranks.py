@@ -72,8 +72,8 @@ def run_attempts(job: RankJob, rendezvous: Rendezvous) -> int:
 def _run_attempt(job: RankJob, rendezvous: Rendezvous) -> int | None:
     """Run the ranks once. Returns the exit code, or ``None`` if they are to be started again.
 
-    After a failure, its message is printed (see :func:`run_once`). All machines take the account
-    of the machine that failed first, and decide by it whether the ranks are started again.
+    After a failure, its message is printed. All machines take the account of the machine that failed first, and decide
+    by it whether the ranks are started again.
     """
     began = time.monotonic()
     result = run_once(job, rendezvous)
@@ -113,7 +113,8 @@ def run_once(job: RankJob, rendezvous: Rendezvous) -> AttemptResult:
     handler = rendezvous.open()
     with (
         tempfile.TemporaryDirectory(prefix="hf_fsdp_", dir=scratch_folder()) as scratch,
-        Attempt(job, rendezvous, Path(scratch)) as attempt,
+        tempfile.TemporaryDirectory(prefix="hf_fsdp_") as output,
+        Attempt(job, rendezvous, Path(scratch), Path(output)) as attempt,
     ):
         try:
             agent = AttemptAgent(attempt, handler, job.command, num_local=job.num_local, role=job.role)
@@ -144,15 +145,16 @@ class Attempt:
 
     Args:
         scratch: temporary folder for the files of the ranks.
+        output: temporary folder for their output, which may be long.
 
     Attributes:
         ranks: those whose processes were started.
     """
 
-    def __init__(self, job: RankJob, rendezvous: Rendezvous, scratch: Path) -> None:
+    def __init__(self, job: RankJob, rendezvous: Rendezvous, scratch: Path, output: Path) -> None:
         self._job, self._rendezvous, self._scratch = job, rendezvous, scratch
         self._files = RankFiles(scratch / "rank")
-        self._output = RankOutput(job, scratch)
+        self._output = RankOutput(job, output)
         self._prepared: dict[int, RankProcess] = {}
         self._store_variables: dict[str, str] = {}
         self._noticed: set[str] = set()
@@ -214,10 +216,7 @@ class Attempt:
         time.sleep(time_limits.ONE_STACK)
 
     def is_over(self) -> bool:
-        """Return whether all ranks have exited.
-
-        Stops them if one has failed, here or elsewhere.
-        """
+        """Return whether all ranks have exited. Stops them if one has failed, here or elsewhere."""
         self._print_notices()
         if self._output.reader_exited:
             raise BrokenPipeError("nobody reads the output of the launcher any more")

@@ -24,7 +24,6 @@ from hf_fsdp_plugin.text import plural
 DEFAULT_PORT = 29500
 NUM_CPU_RANKS = 2
 """Default number of ranks without an accelerator: the smallest number for which FSDP shards."""
-
 MIN_CPU_LIMIT = 64
 CPU_RANKS_PER_CORE = 8
 """Maximum number of CPU ranks. A larger number is most likely a typing error, and would exhaust the memory."""
@@ -214,14 +213,6 @@ def _check_cores(spec: FsdpSpec, num_local: int) -> None:
         message = f"{num_local} CPU ranks were requested on this machine, which has {plural(num_cores(), 'core')}."
         fix = f"Pass --num_processes {num_cores() * num_machines}, or at most {limit * num_machines}."
         raise _error(spec, "FSDP-E702", "launch.num_processes", message, fix)
-
-
-def check_elastic(spec: FsdpSpec, world: World, min_machines: int) -> None:
-    """Check that the mesh can be formed with each number of machines from the minimum on. Raises ``SpecError``."""
-    for num_machines in range(min_machines, world.num_machines):
-        if problems := _mesh_problems(spec, num_machines, world.num_local):
-            allowed = f"--num_machines {min_machines}:{world.num_machines} allows {plural(num_machines, 'machine')}"
-            raise SpecError([replace(each, message=f"{allowed}, but {each.message}") for each in problems])
 
 
 def _mesh_problems(spec: FsdpSpec, num_machines: int, num_local: int) -> list[Problem]:

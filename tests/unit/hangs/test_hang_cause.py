@@ -31,7 +31,8 @@ def rank_calls(
     """Return a rank that has made calls, and waits in the last one."""
     last = last or len(calls)
     wait = Wait(group, last, calls[-1], waits) if waits else None
-    ranks = group.partition(" of ranks ")[2] or f"0-{world_size - 1}"
+    written = group.partition(" of ranks ")[2]
+    ranks = tuple(map(int, written.split(","))) if "," in written else tuple(range(world_size))
     groups = {group: GroupCalls(ranks, last, tuple(calls))} if calls else {}
     return RankCalls(rank=rank, groups=groups, wait=wait, idle=waits or 60.0, place=f"at line {rank}")
 
@@ -202,7 +203,7 @@ def test_cause_is_followed_through_groups() -> None:
         rank_calls(3, STEP[:-1], group=shard[3]),
     ]
     waits_for_1 = Wait(replicas, 7, Call("all-reduce", 8, "float32"), 8.0)
-    known[3] = replace(known[3], wait=waits_for_1, groups={**known[3].groups, replicas: GroupCalls("1,3", 7)})
+    known[3] = replace(known[3], wait=waits_for_1, groups={**known[3].groups, replicas: GroupCalls((1, 3), 7)})
     found = diagnose_hang(sorted(known, key=lambda rank: -rank.rank), limit=LIMIT)
     assert found is not None and (found.kind, found.ranks) == ("late", (1,))
     assert len(found.others) == 2
@@ -213,7 +214,7 @@ def test_ranks_that_wait_for_each_other_are_a_circle() -> None:
         rank_calls(0, STEP[:5]),
         wait=Wait(ARRIVALS, 1, Call("Accelerator.save_state"), 5.0),
     )
-    save = replace(save, groups={**save.groups, ARRIVALS: GroupCalls("", 1, (Call("Accelerator.save_state"),))})
+    save = replace(save, groups={**save.groups, ARRIVALS: GroupCalls((), 1, (Call("Accelerator.save_state"),))})
     known = [save, *(rank_calls(rank, STEP[:6], waits=5.0) for rank in (1, 2, 3))]
     found = diagnose_hang(known, limit=LIMIT)
     assert found is not None and (found.kind, found.ranks) == ("circle", (0, 1, 2, 3))
@@ -238,7 +239,7 @@ def test_late_rank_with_progress_is_busy(is_busy: bool) -> None:
 
 
 def enqueued(rank: int, calls: Sequence[Call], *, idle: float, enqueues: bool = True) -> RankCalls:
-    group = GroupCalls("0-3", len(calls), tuple(calls), enqueues)
+    group = GroupCalls((0, 1, 2, 3), len(calls), tuple(calls), enqueues)
     return RankCalls(rank=rank, groups={GROUP: group}, idle=idle)
 
 

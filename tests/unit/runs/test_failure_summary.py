@@ -71,12 +71,6 @@ def test_places_are_not_named_without_reason(exits: tuple[RankExit, ...]) -> Non
     assert "FSDP-E743" not in summary(*exits)
 
 
-def test_halted_rank_is_named() -> None:
-    stopped = rank(1, -signal.SIGKILL, stopped=True, halted=True)
-    text = summary(rank(0, failure={**LOST, "message": "RuntimeError: Timed out waiting 3000ms"}, stack=SAVE), stopped)
-    assert "FSDP-E743" in text and "rank 1 did not run, because its process was stopped by SIGSTOP" in text
-
-
 def test_many_places_are_shortened() -> None:
     stacks = [(Frame(f"/work/train_{number}.py", 30, "main"),) for number in range(10)]
     lost = [rank(number, failure=LOST, stack=stack) for number, stack in enumerate(stacks)]
@@ -126,7 +120,7 @@ def test_only_errors_of_the_config_are_called_so(codes: list[str], text: str) ->
 def calls_of(number: int, *units: str) -> RankCalls:
     calls = tuple(Call("all-gather", 8, "float32", unit) for unit in units)
     group = "0 of ranks 0,1"
-    return RankCalls(rank=number, groups={group: GroupCalls("0,1", len(calls), calls)}, last_group=group)
+    return RankCalls(rank=number, groups={group: GroupCalls((0, 1), len(calls), calls)}, last_group=group)
 
 
 def test_first_different_collective_is_named() -> None:
