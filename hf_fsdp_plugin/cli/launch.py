@@ -13,6 +13,7 @@ import os
 import re
 import shlex
 import sys
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -97,9 +98,10 @@ def _run_ranks(arguments: flags.LaunchArguments, spec: FsdpSpec, world: worlds.W
     min_machines = int(options.get("min_machines", world.num_machines))
     launch = _with_backend(spec, min_machines)
     from hf_fsdp_plugin.launcher.rendezvous import Rendezvous  # lazy: imports torch
-    from hf_fsdp_plugin.launcher.start_ranks import first_restarts, run_attempts
+    from hf_fsdp_plugin.launcher.start_ranks import run_attempts
+    from hf_fsdp_plugin.runs.restart_policy import Restarts
 
-    restarts = first_restarts(int(options.get("max_restarts", 0)), _run_id(options))
+    restarts = Restarts(run_id=_run_id(options) or uuid.uuid4().hex, max_restarts=int(options.get("max_restarts", 0)))
     rendezvous = Rendezvous(
         launch,
         world,

@@ -9,6 +9,7 @@ answer and wait for what it announces.
     machine/<r>     name of the machine of rank r
     asked           number of questions and announcements: the counter that is read each second
     <q>/<r>         the answer to question q of the machine whose lowest rank is r: the records of its ranks
+    <q>/answers     number of these answers
     announced       JSON: the hang that ends the ranks of all machines
 """
 
@@ -145,6 +146,7 @@ class HangQueries:
         for question in questions:
             own = [rank.to_json() for rank in ranks if rank.rank in self._ranks]
             store.set(f"{question}/{min(self._ranks)}", zlib.compress(json.dumps(own).encode()))
+            store.add(f"{question}/answers", 1)
         self._answered = self._asked = newest
         if questions:
             self._asks_from = time.monotonic() + time_limits.ANSWER
@@ -186,12 +188,14 @@ class HangQueries:
         Args:
             ranks: the answer to machines that ask at the same time.
         """
-        question, missing = store.add("asked", 1), set(others)
+        question, missing, num_answers = store.add("asked", 1), set(others), 0
         while missing and time.monotonic() < deadline:
             if self._has_announcement(store):
                 return False
             self._answer(store, ranks, question)
-            for rank in sorted(missing):
+            # A machine that waits asks for this number only: after a hang of a job, all machines ask at the same time.
+            before, num_answers = num_answers, store.add(f"{question}/answers", 0)
+            for rank in sorted(missing) if num_answers > before else ():
                 if rank in missing and store.check([f"{question}/{rank}"]):
                     answer = json.loads(zlib.decompress(store.get(f"{question}/{rank}")))
                     others |= {each["rank"]: rank_from_json(each) for each in answer}

@@ -19,7 +19,6 @@ import signal
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -38,7 +37,7 @@ from hf_fsdp_plugin.launcher.rendezvous import (  # imports torch
     wait_until,
 )
 from hf_fsdp_plugin.runs.failures import AttemptResult, first_failure, summarize_exit, tell_failure
-from hf_fsdp_plugin.runs.restart_policy import Restarts, assess_attempt, decide_restart
+from hf_fsdp_plugin.runs.restart_policy import assess_attempt, refuse_restart
 from hf_fsdp_plugin.text import plural
 from hf_fsdp_plugin.torch_private.elastic import AttemptAgent, prepare_torch
 
@@ -46,11 +45,6 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import WorkerGroup
 
 _FORWARDED: Final = (signal.SIGUSR1, signal.SIGUSR2)
-
-
-def first_restarts(max_restarts: int, run_id: str = "") -> Restarts:
-    """Return the state of a run that has not started yet."""
-    return Restarts(run_id=run_id or uuid.uuid4().hex, max_restarts=max_restarts)
 
 
 def run_attempts(job: RankJob, rendezvous: Rendezvous) -> int:
@@ -83,11 +77,11 @@ def _run_attempt(job: RankJob, rendezvous: Rendezvous) -> int | None:
     code = result.exit_code
     if not code or not restarts.max_restarts:
         return code
-    attempt = assess_attempt(result, machine=rendezvous.machine, seconds=seconds)
-    after = rendezvous.restarts = decide_restart(rendezvous.agree(attempt), restarts)
-    if after.refusal is not None:
-        print(f"hf-fsdp: {after.refusal}", file=sys.stderr, flush=True)
+    attempt = rendezvous.agree(assess_attempt(result, machine=rendezvous.machine, seconds=seconds))
+    if (refusal := refuse_restart(attempt, restarts)) is not None:
+        print(f"hf-fsdp: {refusal}", file=sys.stderr, flush=True)
         return code
+    after = rendezvous.restarts = restarts.after(attempt)
     job.notice(f"{after.title}: {after.last_failure}")
     return None
 

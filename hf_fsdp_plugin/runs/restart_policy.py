@@ -55,13 +55,11 @@ class Restarts:
     Attributes:
         run_id: identifies the run in the manifests of its checkpoints; empty if nothing does (``runs.identity``).
         max_restarts: the launcher's limit of restarts; 0 if it is unknown.
-        refusal: why the ranks are not started again; ``None`` if they are.
     """
 
     run_id: str = ""
     max_restarts: int = 0
     failures: tuple[FailedAttempt, ...] = ()
-    refusal: Problem | None = None
 
     @property
     def count(self) -> int:
@@ -119,33 +117,28 @@ class Restarts:
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> Restarts:
         """Return the restarts from the value of ``dataclasses.asdict``."""
-        failures = tuple(FailedAttempt(**attempt) for attempt in tree["failures"])
-        refusal = Problem(**tree["refusal"]) if tree["refusal"] is not None else None
-        return cls(**{**tree, "failures": failures, "refusal": refusal})
+        return cls(**{**tree, "failures": tuple(FailedAttempt(**attempt) for attempt in tree["failures"])})
 
 
-def decide_restart(attempt: FailedAttempt, restarts: Restarts) -> Restarts:
-    """Return the restarts with a failed attempt, and with a refusal if the ranks must not be started again.
+def refuse_restart(attempt: FailedAttempt, restarts: Restarts) -> Problem | None:
+    """Return why the ranks must not be started again after a failed attempt; ``None`` if they may be.
 
     Args:
         attempt: the attempt, on which the machines have agreed.
         restarts: without this attempt.
     """
-    after = replace(restarts.after(attempt), refusal=None)
     last = restarts.failures[-1] if restarts.failures else None
     if attempt.final:
-        refusal = _not_again(attempt.final)
-    elif last is not None and attempt.same_as and (last.same_as, last.steps) == (attempt.same_as, attempt.steps):
+        return _not_again(attempt.final)
+    if last is not None and attempt.same_as and (last.same_as, last.steps) == (attempt.same_as, attempt.steps):
         where = f"after step {attempt.steps}" if attempt.steps is not None else "before the first optimizer step"
-        refusal = _not_again(f"two attempts have failed in the same way {where}.")
-    elif restarts.count >= restarts.max_restarts:
-        times = plural(after.count, "time")
-        message = f"the run has failed {times}: no restart is left of {restarts.max_restarts}."
-        fix = "Read the failures above. Start the run again with resume_from_checkpoint=True."
-        refusal = Problem(code="FSDP-E716", message=message, fix=fix)
-    else:
-        return after
-    return replace(after, refusal=refusal)
+        return _not_again(f"two attempts have failed in the same way {where}.")
+    if restarts.count < restarts.max_restarts:
+        return None
+    times = plural(restarts.count + 1, "time")
+    message = f"the run has failed {times}: no restart is left of {restarts.max_restarts}."
+    fix = "Read the failures above. Start the run again with resume_from_checkpoint=True."
+    return Problem(code="FSDP-E716", message=message, fix=fix)
 
 
 def _not_again(reason: str) -> Problem:

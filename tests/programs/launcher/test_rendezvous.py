@@ -12,7 +12,6 @@ from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 
 from hf_fsdp_plugin import SpecError
 from hf_fsdp_plugin.launcher.rendezvous import Rendezvous, compare_facts
-from hf_fsdp_plugin.launcher.start_ranks import first_restarts
 from hf_fsdp_plugin.launcher.world import World
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts
@@ -108,7 +107,7 @@ def two(request: pytest.FixtureRequest, port: int) -> Iterator[list[Rendezvous]]
 
 def alone(port: int, problems: list[Problem]) -> Rendezvous:
     world = World(device="cpu", num_machines=1, machine_rank=0, num_local=1)
-    return Rendezvous(LaunchSection(main_process_port=port), world, first_restarts(0), notice=problems.append)
+    return Rendezvous(LaunchSection(main_process_port=port), world, Restarts(), notice=problems.append)
 
 
 def test_used_port_is_replaced_with_a_warning(port: int) -> None:

@@ -73,6 +73,27 @@ def test_machines_answer_each_other_and_name_silent_ones() -> None:
     assert found == [[answer, silent, unknown]], "each machine answers for its own ranks"
 
 
+def test_waiting_machines_ask_for_one_number() -> None:
+    """All machines of a job ask at the same time when it hangs, and the store has one process."""
+    seconds = 1.0
+    store = dist.HashStore()
+    others = [queries_of(store, machine, 64) for machine in range(64)]
+    checks: list[str] = []
+
+    class Counted:
+        def check(self, keys: list[str]) -> bool:
+            checks.append(keys[0])
+            return bool(store.check(keys))
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(store, name)
+
+    others[0]._store = JobStore(Counted)
+    answers = others[0].ask([RankCalls(rank=0)], seconds)
+    assert answers is not None and [each.state for each in answers] == 63 * ["unreachable"]
+    assert len([key for key in checks if key.startswith("1/")]) <= 63, "they are looked for when their number changes"
+
+
 class CountedAnswers:
     """A store that counts the answers that machines write."""
 
