@@ -164,11 +164,10 @@ class HangFinder:
 def has_worked(old: ProcessorUse, new: ProcessorUse, seconds: float, on_accelerator: bool) -> bool:
     """Return whether the processes of a rank have worked in the ``seconds`` between two times."""
     if not on_accelerator:
-        return (old.runs and new.runs) or new.seconds - old.seconds >= _BUSY_SHARE * seconds
+        return new.seconds - old.seconds >= _BUSY_SHARE * seconds
     # A thread that waits for an accelerator uses a whole core by default, and so do threads of NCCL.
     of_children = new.seconds_of_children - old.seconds_of_children
-    children_work = (old.child_runs and new.child_runs) or of_children >= _BUSY_SHARE * seconds
-    return children_work or new.faults - old.faults >= _FAULTS * seconds
+    return of_children >= _BUSY_SHARE * seconds or new.faults - old.faults >= _FAULTS * seconds
 
 
 def _moved(before: _Sample, after: _Sample) -> set[int]:

@@ -165,19 +165,15 @@ class ProcessorUse(NamedTuple):
 
     Attributes:
         seconds: processor time, in seconds.
-        runs: whether one of them is running, or would be if there was a free processor.
         seconds_of_children: the part of ``seconds`` of all processes but the first, which is the rank itself.
         faults: page faults. A process that only waits for a device, in a loop, has none.
         in_file_system: whether one of them is in an uninterruptible wait (state D), as for a file system.
-        child_runs: ``runs`` of all processes but the first.
     """
 
     seconds: float = 0.0
-    runs: bool = False
     seconds_of_children: float = 0.0
     faults: int = 0
     in_file_system: bool = False
-    child_runs: bool = False
 
 
 def processor_use(ranks: Collection[int]) -> dict[int, ProcessorUse]:
@@ -189,15 +185,13 @@ def processor_use(ranks: Collection[int]) -> dict[int, ProcessorUse]:
     for pid, fields in read.items():
         rank = _rank_of(pid, read, used)
         if rank:
-            before, is_rank = used[rank], pid == rank
+            before = used[rank]
             own, of_children = (sum(map(int, fields[part])) / ticks for part in (_OWN_TIMES, _TIMES_OF_CHILDREN))
             used[rank] = ProcessorUse(
                 before.seconds + own + of_children,
-                before.runs or fields[0] == "R",
-                before.seconds_of_children + of_children + (0.0 if is_rank else own),
+                before.seconds_of_children + of_children + (0.0 if pid == rank else own),
                 before.faults + int(fields[_MINOR_FAULTS]) + int(fields[_MAJOR_FAULTS]),
                 before.in_file_system or fields[0] == "D",
-                before.child_runs or (fields[0] == "R" and not is_rank),
             )
     return used
 

@@ -38,8 +38,8 @@ def test_use_of_a_session_contains_its_children(monkeypatch: pytest.MonkeyPatch,
     for pid in known:
         (tmp_path / str(pid)).mkdir()
     monkeypatch.setattr(watch_files, "Path", lambda path: tmp_path)
-    assert processor_use([7]) == {7: ProcessorUse(9.0, True, 4.0, 36, True, True)}
-    assert processor_use([9]) == {9: ProcessorUse(4.0, True, 0.0, 2, False)}
+    assert processor_use([7]) == {7: ProcessorUse(9.0, 4.0, 36, True)}
+    assert processor_use([9]) == {9: ProcessorUse(4.0, 0.0, 2, False)}
 
 
 def queries_of(store: dist.Store, machine: int, world_size: int) -> HangQueries:
