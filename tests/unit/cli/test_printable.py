@@ -12,11 +12,11 @@ import pytest
 from torch.distributed import HashStore
 
 from hf_fsdp_plugin.cli import output
-from hf_fsdp_plugin.launcher.other_machines import OtherMachines
 from hf_fsdp_plugin.problems import MAX_SHOWN, CheckpointError, Problem
 from hf_fsdp_plugin.text import fit_table, format_table, printable
 from tests.support import saved
 from tests.support.merge_inputs import save as save_local
+from tests.unit.launcher.test_other_machines import met
 
 ESCAPES = "\x1b]0;pwn\x07\x9b31m\r\nfsdp: undamaged\x00\u202e"
 """A title and a color of a terminal, a forged line, and a mark that reverses text."""
@@ -140,8 +140,8 @@ def test_escapes_in_a_config_are_escaped_in_output(tmp_path: Path, hf_fsdp: Any,
 
 def test_text_of_other_launchers_is_escaped() -> None:
     store = HashStore()
-    OtherMachines(store, 1, 2).announce(ESCAPES)
-    text = str(OtherMachines(store, 0, 2).failure())
+    met(store, 1, 2).announce(ESCAPES)
+    text = str(met(store, 0, 2).failure())
     assert text.startswith("machine 1: ")
     assert_printable(text)
 
