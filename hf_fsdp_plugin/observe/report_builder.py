@@ -63,7 +63,7 @@ def build_report(
     replicated = any(unit.live.known("replicate_size", 1) > 1 for unit in units)
     compared = None
     if plan.ram_efficient or plan.sync_module_states or replicated:
-        compared = off_without(None)(weights.compare_weights)(model, units, facts.first_step.first_bit_sum)
+        compared = off_without(None)(weights.compare_weights)(model, units)
     with on_all_ranks("comparing the live model with the plan"):
         structure = (
             live_units.StructureComparison() if plan.pre_sharded else live_units.compare_structure(model, units, plan)
@@ -112,13 +112,11 @@ class _SharedFacts:
 
     Attributes:
         unchanged: keys of the shards that no step has changed; ``None`` if this is unknown.
-        infinite: keys of the shards that contain NaN or infinity.
         options: of optimizers, see ``FirstStep``.
         batches: the input of a step that the arguments give, and the observed one.
     """
 
     unchanged: frozenset[tuple[int, int]] | None
-    infinite: frozenset[tuple[int, int]]
     options: Mapping[tuple[int, str, str], Any]
     batches: tuple[BatchShape | None, BatchShape | None]
 
@@ -172,7 +170,7 @@ def _read_rank(model: nn.Module, optimizers: Sequence[Any], batch: BatchShape | 
         num_unmanaged=num_unmanaged,
         memory=memory,
         row=row,
-        shared=_SharedFacts(unchanged, weights.infinite_parts(units), first_step.options, batches),
+        shared=_SharedFacts(unchanged, first_step.options, batches),
     )
 
 
@@ -194,16 +192,13 @@ def _check_run(
 ) -> list[Problem]:
     """Return the problems that this rank finds, but those of settings and batches."""
     first_step, model, units = facts.first_step, run.model, run.units
-    unknown = {error.reason: error for unit in units for error in unit.live.unknown.values()}
-    infinite = frozenset().union(*(each.infinite for each in shared))
+    unknown = {error.reason: error for unit in units for error in unit.live.unknown()}
     return [
         *map(off_warning, unknown.values()),
         *run_checks.check_structure(units, run.plan, trained=model.training or first_step.num_steps > 0),
         *weights.check_optimizers(model, units, facts.optimizers, prepared_ids=first_step.optimized_ids),
-        *weights.check_shared(facts.optimizers, first_step.alternating),
         *run_checks.check_training(run, training, prepared=bool(facts.optimizers)),
         *run_checks.check_options([each.options for each in shared]),
-        *run_checks.check_values([facts.names[key] for key in sorted(infinite)]),
     ]
 
 

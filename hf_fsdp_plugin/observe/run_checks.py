@@ -1,7 +1,8 @@
-"""Checks of what a training has done: steps, batches, options of optimizers, values of weights, and units."""
+"""Checks of what a training has done: steps, batches, options of optimizers, and units."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,48 +16,32 @@ from hf_fsdp_plugin.observe.units import UnitObservation
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.text import format_names, plural
+from hf_fsdp_plugin.text import format_names
 
 
 def check_training(run: ObservedRun, training: Mapping[str, Any], *, prepared: bool) -> list[Problem]:
-    """Check that the run trained what the plan trains, with constant batches.
+    """Check that the steps of the run trained the model.
 
     Args:
         training: what the steps changed, on all ranks.
         prepared: whether an optimizer of the model was prepared.
     """
-    first_step, frozen, problems = run.first_step, run.structure.frozen, []
-
-    def add(code: str, message: str, fix: str = "") -> None:
-        problems.append(Problem(code=code, message=message, fix=fix))
-
-    if prepared and not training["steps"] and first_step.num_backwards > 1:
-        message = f"{first_step.num_backwards} backwards, but no optimizer step was observed: the weights are those of "
+    first_step = run.first_step
+    if prepared and not training["steps"] and first_step.num_forwards > 1:
+        message = f"{first_step.num_forwards} training forwards, but no optimizer step was observed: the weights are "
+        message += "those of the beginning."
         fix = "Call step() of the prepared optimizer after each backward, or after the last one of those whose "
-        add("FSDP-E515", f"{message}the beginning.", f"{fix}gradients are accumulated.")
+        return [Problem(code="FSDP-E515", message=message, fix=f"{fix}gradients are accumulated.")]
+    problems = []
     if training["trained_parameters"] and not training["changed_parameters"]:
+        message = f"{first_step.num_steps} optimizer steps have changed no weight of the model."
         fix = "Check that step() of the prepared optimizer updates the parameters of the prepared model."
-        add("FSDP-E510", f"{first_step.num_steps} optimizer steps have changed no weight of the model.", fix)
-    if training["steps"] and first_step.num_without_rate == first_step.num_steps:
-        message = (
-            f"the learning rate was 0 in all {plural(first_step.num_steps, 'optimizer step')}: no weight was trained."
-        )
-        add("FSDP-W519", message, "Check the learning rate and its schedule.")
+        problems.append(Problem(code="FSDP-E510", message=message, fix=fix))
     if first_step.num_evaluating and (mode_dependent := _mode_dependent(run.model)):
         message = f"the model was in eval mode in {first_step.num_evaluating} of {training['steps']} steps, in which "
         message += f"{format_names(mode_dependent, 2)} did not act as in training."
-        add("FSDP-W516", message, "Call model.train() before the training, and again after each evaluation.")
-    if frozen:
-        message = f"{len(frozen)} parameters were trainable in prepare() and are frozen now: "
-        fix = "Freeze parameters before prepare(): FSDP then reserves no memory for their gradients."
-        add("FSDP-W511", f"{message}{format_names(frozen, 2)}.", fix)
-    for numbers, what in (
-        (first_step.batch_sizes.values, "the batch size of a forward"),
-        (first_step.accumulation.values, "the number of forwards per optimizer step"),
-    ):
-        if len(numbers) > 1:
-            changed = f"{what} changed during the run: {', then '.join(map(str, numbers))}."
-            add("FSDP-W512", f"{changed} The report's effective batch size holds for a part of it.")
+        fix = "Call model.train() before the training, and again after each evaluation."
+        problems.append(Problem(code="FSDP-W516", message=message, fix=fix))
     return problems
 
 
@@ -68,7 +53,7 @@ def observed_batch(batch: BatchShape | None, first_step: FirstStep) -> BatchShap
     """
     if batch is None:
         return None
-    rows, forwards = first_step.batch_sizes.constant, first_step.accumulation.constant or batch.accumulation
+    rows, forwards = _usual(first_step.batch_sizes), _usual(first_step.accumulation) or batch.accumulation
     if rows is None or first_step.is_packed or batch.per_device in first_step.input_sizes:
         rows = batch.per_device
     if rows * forwards >= batch.per_device * batch.accumulation:
@@ -76,10 +61,16 @@ def observed_batch(batch: BatchShape | None, first_step: FirstStep) -> BatchShap
     return replace(batch, per_device=min(rows, batch.per_device), accumulation=min(forwards, batch.accumulation))
 
 
+def _usual(counts: Counter[int]) -> int | None:
+    """Return the number that is at least three quarters of several ones; ``None`` without such a number."""
+    (usual, times), *_ = counts.most_common(1) or [(0, 0)]
+    return usual if times > 1 and 4 * times >= 3 * counts.total() else None
+
+
 def batch_of_ranks(
     batches: Sequence[tuple[BatchShape | None, BatchShape | None]], num_data_ranks: int
 ) -> tuple[BatchShape | None, list[Problem]]:
-    """Return the input of a step of all ranks, and a warning for each way in which it is not the requested one.
+    """Return the input of a step of all ranks, and a warning if it is not the requested one, or differs by rank.
 
     Args:
         batches: for each rank, what the arguments give, and what was observed.
@@ -89,17 +80,11 @@ def batch_of_ranks(
     if asked is None or found is None:
         return None, []
     problems = []
-    if found.accumulation < asked.accumulation:
-        message = (
-            f"{asked.accumulation} forwards per optimizer step were requested, but {found.accumulation} was observed."
-        )
-        fix = "In a loop, run each batch in the block `with accelerator.accumulate(model):`."
-        problems.append(Problem(code="FSDP-W512", message=message, fix=fix))
-    if found.per_device < asked.per_device:
-        rows = plural(found.per_device, "row")
-        message = f"{asked.per_device} samples per forward were requested, but {rows} was observed."
-        fix = "Check whether the collator, or the code before the forward, drops samples. If it packs them in one row, "
-        fix += "pass position_ids: otherwise tokens attend to the other samples of the row."
+    if found != asked:
+        message = f"{asked.per_device} samples per forward and {asked.accumulation} forwards per optimizer step were "
+        message += f"requested, but {found.per_device} and {found.accumulation} were observed."
+        fix = "In a loop, run each batch in the block `with accelerator.accumulate(model):`. If the collator packs "
+        fix += "samples in one row, pass position_ids: otherwise tokens attend to the other samples of the row."
         problems.append(Problem(code="FSDP-W512", message=message, fix=fix))
     sizes = [each.per_device * each.accumulation for _, each in batches if each is not None]
     if len(sizes) == len(batches) and len(set(sizes)) > 1:
@@ -125,15 +110,6 @@ def check_options(ranks: Sequence[Mapping[tuple[int, str, str], Any]]) -> list[P
         fix = "Set the options of optimizers and the schedule of the learning rate to the same values on all ranks."
         differing[optimizer, option] = Problem(code="FSDP-W520", message=message, fix=fix)
     return list(differing.values())
-
-
-def check_values(infinite: Sequence[str]) -> list[Problem]:
-    """Check that no parameter contains NaN or infinity. ``infinite`` are the names of those that do, on any rank."""
-    if not infinite:
-        return []
-    message = f"{plural(len(infinite), 'parameter')} of the trained model contain NaN or infinity: "
-    fix = "Check the loss of each step: a lower learning rate, clipping, or bf16 instead of fp16 may help."
-    return [Problem(code="FSDP-W522", message=f"{message}{format_names(infinite, 3)}.", fix=fix)]
 
 
 def check_structure(units: Sequence[UnitObservation], plan: FsdpPlan, *, trained: bool = True) -> list[Problem]:

@@ -182,43 +182,14 @@ class StructureComparison:
     """What differs between the planned units and the live ones. Names are canonical.
 
     Attributes:
-        missing: planned units that the live model does not have.
-        extra: units of the live model that are not planned.
+        reason: describes the differences in one line; empty if there are none.
         unsharded: parameters of the live model that the plan shards and that no unit has.
-        moved: parameters that are in another unit than planned.
-        sharded: parameters that the plan does not shard and that a unit has.
-        frozen: parameters of units that the plan trains and that no longer require a gradient. The units are equal.
         added: parameters that were added after the model was sharded. The units are equal.
     """
 
-    missing: tuple[str, ...] = ()
-    extra: tuple[str, ...] = ()
+    reason: str = ""
     unsharded: tuple[str, ...] = ()
-    moved: tuple[str, ...] = ()
-    sharded: tuple[str, ...] = ()
-    frozen: tuple[str, ...] = ()
     added: tuple[str, ...] = ()
-
-    @property
-    def is_equal(self) -> bool:
-        return not (self.missing or self.extra or self.unsharded or self.moved or self.sharded)
-
-    @property
-    def reason(self) -> str:
-        """Describe the differences in one line; empty if there are none."""
-        kinds = (
-            (self.missing, "planned unit", "not a unit of the live model"),
-            (self.extra, "unit", "not planned"),
-            (self.unsharded, "parameter", "not sharded"),
-            (self.moved, "parameter", "not in the planned unit"),
-            (self.sharded, "ignored parameter", "sharded"),
-        )
-        return "; ".join(
-            f"{plural(len(names), noun)} {'is' if len(names) == 1 else 'are'} {what}: "
-            f"{format_names([name or '(root)' for name in names], 2)}"
-            for names, noun, what in kinds
-            if names
-        )
 
 
 def compare_structure(model: nn.Module, units: Sequence[UnitObservation], plan: FsdpPlan) -> StructureComparison:
@@ -232,30 +203,32 @@ def compare_structure(model: nn.Module, units: Sequence[UnitObservation], plan: 
     modules_of = [frozenset(map(canonical_name, unit.modules)) for unit in plan.units]
     planned = {first(n): modules for unit, modules in zip(plan.units, modules_of, strict=True) for n in unit.parameters}
     live: dict[str, frozenset[str]] = {}
-    frozen = set()
     paths = {id(module): path for path, module in model.named_modules()}
     for unit in units:
-        for module, attribute, requires_grad in unit.live.places:
+        for module, attribute, _ in unit.live.places:
             if id(module) in paths:  # otherwise the module has been replaced
-                name = first(f"{paths[id(module)]}.{attribute}".lstrip("."))
-                live[name] = frozenset(unit.module_names)
-                if not requires_grad:
-                    frozen.add(name)
-    frozen_before = {first(name) for unit in plan.units for name in unit.frozen}
+                live[first(f"{paths[id(module)]}.{attribute}".lstrip("."))] = frozenset(unit.module_names)
     # The root is left out: FSDP makes it a unit even if other units own all its parameters.
     planned_units = set(modules_of) - {frozenset([""])}
     live_units = {frozenset(unit.module_names) for unit in units} - {frozenset([""])}
     unmanaged = {id(parameter) for parameter in unmanaged_parameters(model, units)}
     ignored = set(map(canonical_name, plan.ignored_parameters))
     unsharded = {first(name) for name, parameter in model.named_parameters() if id(parameter) in unmanaged}
-    return StructureComparison(
-        missing=tuple(sorted(" + ".join(sorted(names)) for names in planned_units - live_units)),
-        extra=tuple(sorted(" + ".join(sorted(names)) for names in live_units - planned_units)),
-        unsharded=tuple(sorted(unsharded & planned.keys() - ignored)),
-        moved=tuple(sorted(name for name in live.keys() & planned.keys() if live[name] != planned[name])),
-        sharded=tuple(sorted(live.keys() & ignored)),
-        frozen=tuple(sorted(frozen & planned.keys() - frozen_before)),
+    unsharded = unsharded & planned.keys() - ignored
+    moved = (name for name in live.keys() & planned.keys() if live[name] != planned[name])
+    kinds = (
+        ((" + ".join(sorted(each)) for each in planned_units - live_units), "planned unit", "not in the live model"),
+        ((" + ".join(sorted(each)) for each in live_units - planned_units), "unit", "not planned"),
+        (unsharded, "parameter", "not sharded"),
+        (moved, "parameter", "in another unit"),
+        (live.keys() & ignored, "ignored parameter", "sharded"),
     )
+    reasons = [
+        f"{plural(len(found), noun)} {'is' if len(found) == 1 else 'are'} {what}: {format_names(found, 2)}"
+        for names, noun, what in kinds
+        if (found := sorted(name or "(root)" for name in names))
+    ]
+    return StructureComparison(reason="; ".join(reasons), unsharded=tuple(sorted(unsharded)))
 
 
 def observe_memory(

@@ -17,7 +17,7 @@ from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataP
 from hf_fsdp_plugin.contracts import Contract, contracts_of, guard_functions, import_target
 from hf_fsdp_plugin.strategies import BY_TORCH_NAME, Strategy
 from hf_fsdp_plugin.torch_private.functions import in_backward, num_changes, runs_in_backward
-from hf_fsdp_plugin.torch_private.live_unit import Facts, LiveUnit, attribute_or, read_facts
+from hf_fsdp_plugin.torch_private.live_unit import Facts, LiveUnit, attribute_or
 from hf_fsdp_plugin.torch_private.modules import Inputs
 from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
 
@@ -26,48 +26,39 @@ _UNIT = f"{_FSDP1}:FullyShardedDataParallel"
 _COMMON = "torch.distributed.fsdp._common_utils"
 _RUNTIME = "torch.distributed.fsdp._runtime_utils"
 _FLAT = "torch.distributed.fsdp._flat_param"
-_SAVE = "saving, resuming and clipping under FSDP1"
+_TRAIN = "training, saving and resuming under FSDP1"
+_STEPS = "training after calls of inner modules, unused parameters or failed steps under FSDP1"
 _READ = "the table of the units"
-_CALLS = "a call of a module inside of a sharded model"
-_EVALUATION = "saving after an evaluation under FSDP1"
-_LOGGED = "training under FSDP1 after a forward without its backward"
-_FAILED = "training on after a forward or a backward that has failed"
-_ON_READ = "sharding a model while it is read"
-_UNUSED = "parameters that a step does not use"
 CONTRACTS = (
-    *contracts_of(_UNIT, "refused", _SAVE, "_handle", "sharding_strategy", "process_group", "compute_device"),
-    Contract(target="torch.distributed.fsdp._init_utils:_inter_node_pg", without="refused", use=_SAVE,
+    *contracts_of(_FSDP1, "refused", _TRAIN, "FLAT_PARAM"),
+    *contracts_of(_UNIT, "refused", _TRAIN, "_handle", "sharding_strategy", "process_group", "compute_device",
+                  "training_state"),
+    Contract(target="torch.distributed.fsdp._init_utils:_inter_node_pg", without="refused", use=_TRAIN,
              behavior="A hybrid unit has the group of its replicas as this attribute."),
-    *contracts_of(_FSDP1, "refused", _SAVE, "FLAT_PARAM"),
-    *contracts_of(f"{_FLAT}:FlatParamHandle", "refused", _SAVE, "flat_param", "uses_sharded_strategy"),
-    *contracts_of(f"{_FLAT}:FlatParameter", "refused", _SAVE, "_params", "_fqns", "_param_infos", "_shapes",
-                  "_shard_param_infos", "_shared_param_infos", "_shared_params", "_local_shard"),
-    *contracts_of(f"{_FLAT}:ParamInfo", "refused", _SAVE, "module", "param_name"),
-    *contracts_of(f"{_FLAT}:SharedParamInfo", "refused", _SAVE, "module", "param_name", "prim_module",
+    *contracts_of(_FLAT, "refused", _TRAIN, "FlatParamHandle"),
+    *contracts_of(f"{_FLAT}:FlatParamHandle", "refused", _TRAIN, "flat_param", "uses_sharded_strategy",
+                  "needs_unshard", "_use_orig_params", "flatten_tensors", "rank", "world_size"),
+    *contracts_of(f"{_FLAT}:FlatParameter", "refused", _TRAIN, "_params", "_fqns", "_param_infos", "_shapes",
+                  "_shard_param_infos", "_shared_param_infos", "_shared_params", "_local_shard",
+                  "_post_backward_hook_state"),
+    *contracts_of(f"{_FLAT}:ParamInfo", "refused", _TRAIN, "module", "param_name"),
+    *contracts_of(f"{_FLAT}:SharedParamInfo", "refused", _TRAIN, "module", "param_name", "prim_module",
                   "prim_param_name"),
-    *contracts_of(f"{_FLAT}:_ShardParamInfo", "refused", _SAVE, "in_shard", "offset_in_shard",
+    *contracts_of(f"{_FLAT}:_ShardParamInfo", "refused", _TRAIN, "in_shard", "offset_in_shard",
                   "intra_param_start_idx", "intra_param_end_idx"),
-    *contracts_of(_COMMON, "refused", _SAVE, "_is_fsdp_flattened"),
-    *contracts_of(_RUNTIME, "refused", _EVALUATION, "_reshard"),
-    *contracts_of(f"{_FLAT}:FlatParamHandle", "refused", _EVALUATION, "needs_unshard", "_use_orig_params"),
-    *contracts_of(_UNIT, "refused", _EVALUATION, "training_state"),
-    *contracts_of(f"{_COMMON}:TrainingState", "refused", _EVALUATION, "IDLE", "SUMMON_FULL_PARAMS"),
-    *contracts_of(_RUNTIME, "refused", _LOGGED, "_post_backward_hook"),
-    *contracts_of(f"{_FLAT}:FlatParameter", "refused", _LOGGED, "_post_backward_hook_state"),
-    *contracts_of(_UNIT, "off", _FAILED, "_sync_gradients"),
-    *contracts_of(_RUNTIME, "off", _FAILED, "_post_backward_final_callback"),
-    *contracts_of(f"{_FLAT}:FlatParameter", "off", _FAILED, "_post_backward_called", "_saved_grad_shard"),
-    *contracts_of(_FLAT, "refused", _ON_READ, "FlatParamHandle"),
-    *contracts_of(f"{_FLAT}:FlatParamHandle", "refused", _ON_READ, "flatten_tensors", "rank", "world_size"),
-    *contracts_of(_RUNTIME, "off", _CALLS, "_root_pre_forward", "_pre_forward", "_pre_forward_unshard",
-                  "_post_forward", "_post_forward_reshard", "_register_pre_backward_hooks"),
-    *contracts_of(f"{_FLAT}:FlatParamHandle", "off", _UNUSED, "_use_unsharded_views", "_training_state"),
-    *contracts_of(f"{_FLAT}:FlatParameter", "off", _UNUSED, "_is_grad_none_mask", "_post_backward_called"),
-    *contracts_of(f"{_COMMON}:TrainingState", "off", _UNUSED, "FORWARD_BACKWARD"),
-    *contracts_of(f"{_COMMON}:HandleTrainingState", "off", _UNUSED, "BACKWARD_PRE", "BACKWARD_POST"),
-    *contracts_of(_RUNTIME, "off", _UNUSED, "_post_backward_hook"),
-    *contracts_of(_UNIT, "unobservable", _READ, "_sync_gradients", "cpu_offload",
-                  "backward_prefetch", "forward_prefetch", "limit_all_gathers", "_use_orig_params", "_is_root"),
+    *contracts_of(_COMMON, "refused", _TRAIN, "_is_fsdp_flattened"),
+    *contracts_of(_RUNTIME, "refused", _TRAIN, "_reshard", "_post_backward_hook"),
+    *contracts_of(f"{_COMMON}:TrainingState", "refused", _TRAIN, "IDLE", "SUMMON_FULL_PARAMS"),
+    *contracts_of(_UNIT, "off", _STEPS, "_sync_gradients"),
+    *contracts_of(_RUNTIME, "off", _STEPS, "_post_backward_final_callback", "_root_pre_forward", "_pre_forward",
+                  "_pre_forward_unshard", "_post_forward", "_post_forward_reshard", "_register_pre_backward_hooks"),
+    *contracts_of(f"{_FLAT}:FlatParameter", "off", _STEPS, "_post_backward_called", "_saved_grad_shard",
+                  "_is_grad_none_mask"),
+    *contracts_of(f"{_FLAT}:FlatParamHandle", "off", _STEPS, "_use_unsharded_views", "_training_state"),
+    *contracts_of(f"{_COMMON}:TrainingState", "off", _STEPS, "FORWARD_BACKWARD"),
+    *contracts_of(f"{_COMMON}:HandleTrainingState", "off", _STEPS, "BACKWARD_PRE", "BACKWARD_POST"),
+    *contracts_of(_UNIT, "unobservable", _READ, "_sync_gradients", "cpu_offload", "backward_prefetch",
+                  "forward_prefetch", "limit_all_gathers", "_use_orig_params", "_is_root"),
     *contracts_of(f"{_FLAT}:FlatParamHandle", "unobservable", _READ, "_orig_param_dtype", "_fwd_bwd_param_dtype",
                   "_reduce_dtype", "_low_prec_param_dtype_specified"),
     *contracts_of(f"{_FLAT}:FlatParameter", "unobservable", _READ, "_full_param_padded", "_full_prec_full_param_padded",
@@ -515,7 +506,7 @@ def read_unit(unit: Any, *, is_root: bool) -> LiveUnit:
     # _post_forward keeps the root's parameters under every strategy.
     own: Facts = {"reshards": lambda unit: strategy_of_unit(unit).reshards_after_forward and not is_root}
     parts = [(unit, {**_UNIT_FACTS, **own})] + ([(unit._handle, _HANDLE_FACTS)] if unit._handle is not None else [])
-    return LiveUnit(version=1, is_root=is_root, **read_facts(parts, CONTRACTS))
+    return LiveUnit(1, is_root=is_root, parts=parts, rows=CONTRACTS)
 
 
 def _gradients(handle: Any) -> tuple[torch.Tensor, ...]:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.contracts import contracts_of, guard_functions, import_target, release_of
 from hf_fsdp_plugin.torch_private.functions import in_backward, is_sharded, num_changes, runs_after_accumulation
-from hf_fsdp_plugin.torch_private.live_unit import Facts, LiveUnit, attribute_or, read_facts
+from hf_fsdp_plugin.torch_private.live_unit import Facts, LiveUnit, attribute_or
 from hf_fsdp_plugin.torch_private.modules import (
     Inputs,
     casts_itself,
@@ -35,37 +35,26 @@ _CONTEXT = "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPStateContext"
 _GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup"
 _PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
 _INFO = "torch.distributed.fsdp._fully_shard._fsdp_param:ParamModuleInfo"
-_HOOKS = "the hook before a forward that keeps `requires_grad`"
-_CALLS = "a call of a module inside of a sharded model"
+_TRAIN = "sharding, saving and resuming with FSDP2"
+_STEPS = "training after calls of inner modules, unused parameters or failed steps"
 _READ = "the table of the units"
-_UNUSED = "parameters that a step does not use"
 CONTRACTS = (
-    *contracts_of("torch.distributed.fsdp:FSDPModule", "refused", "sharding with FSDP2", "_get_fsdp_state"),
-    *contracts_of(_STATE, "refused", "sharding with FSDP2", "_modules", "_fsdp_param_groups|_fsdp_param_group"),
-    *contracts_of(_STATE, "refused", "the precision of a model that `from_pretrained` has sharded", "_mp_policy"),
-    *contracts_of(_GROUP, "refused", "the precision of a model that `from_pretrained` has sharded", "_init_mp_dtypes"),
-    *contracts_of(_GROUP, "refused", "sharding with FSDP2", "fsdp_params"),
-    *contracts_of(_PARAM, "refused", "the precision of a model that `from_pretrained` has sharded",
-                  "mp_policy|param_dtype"),
-    *contracts_of(_PARAM, "refused", "sharding a model while it is read",
-                  "_module_info", "padded_sharded_param_size", "reset_sharded_param"),
-    *contracts_of(_PARAM, "refused", "all-gathers in fp8", "_init_extensions"),
-    *contracts_of("torch:Tensor", "refused", "all-gathers in fp8", "_version"),
-    *contracts_of(_INFO, "refused", "sharding a model while it is read", "module", "param_name"),
-    *contracts_of(_STATE, "off", _HOOKS, "_state_ctx"),
-    *contracts_of(_CONTEXT, "off", _HOOKS, "all_states"),
-    *contracts_of(_PARAM, "off", _HOOKS, "sharded_state", "_unsharded_param"),
-    *contracts_of("torch.distributed.fsdp._fully_shard._fsdp_param:ShardedState", "off", _HOOKS, "UNSHARDED"),
-    *contracts_of(_PARAM, "refused", "saving and resuming under FSDP2", "sharded_param", "_sharded_param_data"),
-    *contracts_of("torch.distributed.tensor:DTensor", "refused", "writing and reading shards", "_local_tensor"),
-    *contracts_of(f"{_COMMON}:TrainingState", "off", _CALLS, "IDLE"),
-    *contracts_of(_STATE, "off", _CALLS, "_training_state", "_pre_forward", "_post_forward",
-                  "_register_pre_backward_hook", "_force_complete_incomplete_states|_modules_to_run_forward"),
-    *contracts_of(_CONTEXT, "off", _CALLS, "iter_forward_root"),
-    *contracts_of(_STATE, "off", _UNUSED, "_root_post_backward_final_callback"),
-    *contracts_of(_GROUP, "off", _UNUSED, "pre_backward", "post_backward"),
-    *contracts_of(_CONTEXT, "off", "training on after a backward that has failed",
-                  "post_backward_final_callback_queued"),
+    *contracts_of("torch.distributed.fsdp:FSDPModule", "refused", _TRAIN, "_get_fsdp_state"),
+    *contracts_of(_STATE, "refused", _TRAIN, "_modules", "_fsdp_param_groups|_fsdp_param_group", "_mp_policy"),
+    *contracts_of(_GROUP, "refused", _TRAIN, "_init_mp_dtypes", "fsdp_params"),
+    *contracts_of(_PARAM, "refused", _TRAIN, "mp_policy|param_dtype", "_module_info", "padded_sharded_param_size",
+                  "reset_sharded_param", "_init_extensions", "sharded_param", "_sharded_param_data"),
+    *contracts_of(_INFO, "refused", _TRAIN, "module", "param_name"),
+    *contracts_of("torch:Tensor", "refused", _TRAIN, "_version"),
+    *contracts_of("torch.distributed.tensor:DTensor", "refused", _TRAIN, "_local_tensor"),
+    *contracts_of(_STATE, "off", _STEPS, "_state_ctx", "_training_state", "_pre_forward", "_post_forward",
+                  "_register_pre_backward_hook", "_force_complete_incomplete_states|_modules_to_run_forward",
+                  "_root_post_backward_final_callback"),
+    *contracts_of(_CONTEXT, "off", _STEPS, "all_states", "iter_forward_root", "post_backward_final_callback_queued"),
+    *contracts_of(_GROUP, "off", _STEPS, "pre_backward", "post_backward"),
+    *contracts_of(_PARAM, "off", _STEPS, "sharded_state", "_unsharded_param"),
+    *contracts_of("torch.distributed.fsdp._fully_shard._fsdp_param:ShardedState", "off", _STEPS, "UNSHARDED"),
+    *contracts_of(f"{_COMMON}:TrainingState", "off", _STEPS, "IDLE"),
     *contracts_of(_STATE, "unobservable", _READ, "_auto_reshard_after_forward", "_device", "_is_root",
                   "_states_to_forward_prefetch", "_states_to_backward_prefetch"),
     *contracts_of(_GROUP, "unobservable", _READ, "modules", "mesh_info", "post_forward_mesh_info", "reduce_grads",
@@ -427,7 +416,7 @@ def read_units(state: Any, *, is_root: bool) -> Iterator[LiveUnit]:
     of_state = (state, _STATE_FACTS)
     of_groups = [[(group, {**_GROUP_FACTS, **reshard})] for group in _parameter_groups(state)]
     for of_group in of_groups or [[]]:
-        yield LiveUnit(version=2, is_root=is_root, **read_facts([of_state, *of_group], CONTRACTS))
+        yield LiveUnit(2, is_root=is_root, parts=[of_state, *of_group], rows=CONTRACTS)
 
 
 def _reshards(group: Any) -> bool:

@@ -66,7 +66,6 @@ PRIVATE = ParameterMemory(num_private=3, private_bytes=24, total_bytes=24)
         ({"num_broadcast": 6, "before": PRIVATE, "num_shared_ranks": 1}, True, True),
         ({"num_broadcast": 6, "before": PRIVATE}, None, None),
         ({"num_broadcast": 5, "before": MAPPED}, False, False),
-        ({"num_broadcast": 6, "before": MAPPED, "changed": True}, None, None),
         ({"replicated": True}, True, True),
         ({}, None, None),
     ],
