@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import linecache
 import os
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -155,7 +154,7 @@ class Missing:
 def guard_functions(
     namespace: dict[str, Any], rows: Sequence[Contract], off: Mapping[str, Any] = MappingProxyType({})
 ) -> None:
-    """Make the public functions of a module raise :class:`ContractError` for names and signatures that have changed.
+    """Make the public functions of a module raise :class:`ContractError` for names that do not exist.
 
     Call it at the end of a file that uses private names. An error that is not about a row is not changed.
 
@@ -201,27 +200,22 @@ class _Guard(ContextDecorator):
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, (AttributeError, ImportError, TypeError)) and (broken := self._broken_contract(error)):
+        if isinstance(error, (AttributeError, ImportError)) and (broken := self._broken_contract(error)):
             raise broken from error
 
-    def _broken_contract(self, error: Exception) -> ContractError | None:
+    def _broken_contract(self, error: AttributeError | ImportError) -> ContractError | None:
         """Return the error of the row that an exception is about; ``None`` if a library's or user's code raised it."""
-        place, line = [
-            (frame.f_code.co_filename, line)
-            for frame, line in traceback.walk_tb(error.__traceback__)
+        code = [
+            frame.f_code
+            for frame, _ in traceback.walk_tb(error.__traceback__)
             if frame.f_code.co_name not in ("__get__", "__getattr__", "__getattribute__")
         ][-1]
-        if os.path.dirname(place) != self._folder:
+        if os.path.dirname(code.co_filename) != self._folder:
             return None
         if isinstance(error, AttributeError):
             return missing_attribute_error(error, self._rows)
-        # The line imports a name that does not exist, or calls a function whose parameters have changed.
-        source = linecache.getline(place, line)
-        for row in self._rows:
-            if any(name in source for name in (row.name, *row.instead)):
-                is_missing = isinstance(error, ImportError)
-                return missing_name_error(row) if is_missing else ContractError(row, f"has changed: {error}")
-        return None
+        found = (row for row in self._rows if any(f"'{name}'" in str(error) for name in (row.name, *row.instead)))
+        return next(map(missing_name_error, found), None)
 
 
 _Arguments = ParamSpec("_Arguments")

@@ -45,12 +45,12 @@ def read_strategy(run: ObservedRun) -> ObservedValue:
         return differing_value(f"{value} without reshard after backward", reason)
     if run.world_size == 1:
         return ObservedValue(value, "with one rank, all strategies are the same", matches=True)
-    if all(unit.live.is_root for unit in run.layers) and _differs_in_reshard_only(value, run.plan.strategy):
+    is_only_root = all(unit.live.is_root for unit in run.layers)
+    if (is_only_root or all(map(run.is_kept, run.layers))) and _differs_in_reshard_only(value, run.plan.strategy):
         # Both FSDP versions keep the root's gathered parameters until backward under every strategy.
-        return ObservedValue(run.plan.strategy, f"if the root is the only unit, {value} is the same", matches=True)
-    if all(map(run.is_kept, run.layers)) and _differs_in_reshard_only(value, run.plan.strategy):
-        reason = "the policy chose no unit, and the plan keeps the parameters of the others until the backward"
-        return ObservedValue(run.plan.strategy, reason, matches=True)
+        return ObservedValue(
+            run.plan.strategy, f"the plan keeps these units until the backward, as {value}", matches=True
+        )
     if value in STRATEGIES and not STRATEGIES[value].is_sharded and run.plan.mesh.shard == 1:
         return ObservedValue(value, "a shard group of one rank does not shard", matches=True)
     return ObservedValue(value)

@@ -24,7 +24,7 @@ from hf_fsdp_plugin.plan.fsdp_plan import (
 )
 from hf_fsdp_plugin.plan.modules import ModuleTree, ParameterEntry, has_no_layers, policy_modules, post_order
 from hf_fsdp_plugin.plan.names import ancestors, canonical_name, is_inside, parent_of
-from hf_fsdp_plugin.plan.parameters import UnitSplitter, kind_in_fsdp1
+from hf_fsdp_plugin.plan.parameters import kind_in_fsdp1, modules_of_other_kinds
 from hf_fsdp_plugin.problems import has_errors
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_names, plural
@@ -80,9 +80,7 @@ def wrap_units(
             "innermost unit that contains all modules that use it."
         )
         problems.add("FSDP-N217", "wrap.policy", message)
-    if spec.wrap.policy == "none" or not has_submodules or has_no_layers(spec, tree):
-        _report_one_unit(tree, problems, has_submodules=has_submodules)
-    elif not any(name in selected for unit in units for name in unit.modules):
+    if not has_submodules or not any(name in selected for unit in units for name in unit.modules):
         _report_only_root(tree, selected, removed, problems)
     return units
 
@@ -171,7 +169,7 @@ def _split_by_kind(
     split: dict[str, None] = {}
     most = 0
     for draft in drafts:
-        found = UnitSplitter(tree, draft.parameters, kind).modules_inside(draft.members[0])
+        found = modules_of_other_kinds(tree, draft.parameters, kind)
         split |= dict.fromkeys(found)
         most = max(most, len(found))
     if not split:
@@ -211,45 +209,33 @@ def _remove_sharing_members(tree: ModuleTree, drafts: list[_UnitDraft]) -> dict[
         removed |= found
 
 
-def _report_one_unit(tree: ModuleTree, problems: ProblemCollector, *, has_submodules: bool) -> None:
-    if not has_submodules:
-        reason, fix = "without modules inside it, ", ""
-    elif problems.spec.wrap.policy == "none":
-        reason = "without a wrap policy, "
-        fix = "Set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, or add auto_wrap to fsdp."
-    else:
-        reason = "without layers that it declares or repeats, "
-        fix = "Name layers in fsdp_transformer_layer_cls_to_wrap, or use SIZE_BASED_WRAP with fsdp_min_num_params."
-    message = (
-        f"{reason}{type(tree.model).__name__} is one unit: each rank gathers all parameters at once and "
-        "keeps them until the end of backward, so only gradients and optimizer state are sharded."
-    )
-    problems.add("FSDP-W218", "wrap.policy", message, fix)
-
-
 def _report_only_root(
     tree: ModuleTree, selected: tuple[str, ...], removed: dict[str, str], problems: ProblemCollector
 ) -> None:
-    wrap = problems.spec.wrap
-    if sharing := [name for name in selected if name in removed]:
+    wrap, name = problems.spec.wrap, type(tree.model).__name__
+    fix = "Name the repeated layers in fsdp_transformer_layer_cls_to_wrap, or use SIZE_BASED_WRAP."
+    if wrap.policy == "none" or len(tree.modules) == 1 or has_no_layers(problems.spec, tree):
+        reason = "without a wrap policy" if wrap.policy == "none" else "without layers that it declares or repeats"
+        message = (
+            f"{reason}, {name} is one unit: each rank gathers all parameters at once and keeps them until the end of "
+            "backward, so only gradients and optimizer state are sharded."
+        )
+        if wrap.policy == "none":
+            fix = "Set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, or add auto_wrap to fsdp."
+        problems.add("FSDP-W218", "wrap.policy", message, fix)
+        return
+    setting = "wrap.classes" if wrap.classes else "wrap.policy"
+    if sharing := [each for each in selected if each in removed]:
         reason = f"all selected modules ({format_names(sharing)}) share parameters with modules outside them"
-        fix = "Wrap classes that contain all users of the shared parameters, or set fsdp_auto_wrap_policy: NO_WRAP."
     elif selected:
         reason = f"the selected modules ({format_names(selected)}) have no parameters left to shard"
-        fix = "Wrap another class, or ignore fewer modules."
     elif wrap.policy == "size":
-        sizes = [(sum(p.numel() for p in module.parameters()), name) for name, module in tree.named() if name]
-        size, name = max(sizes, key=lambda pair: pair[0])
-        reason = (
-            f"no module of {type(tree.model).__name__} has {wrap.min_num_params:,} parameters outside smaller units"
-        )
-        fix = f"Set a lower fsdp_min_num_params. The largest module, {name}, has {size:,} parameters."
+        largest = max(sum(p.numel() for p in module.parameters()) for path, module in tree.named() if path)
+        reason = f"no module of {name} has {wrap.min_num_params:,} parameters outside smaller units"
+        setting, fix = "wrap.min_num_params", f"Set a lower fsdp_min_num_params. The largest module has {largest:,}."
     else:
         classes = ", ".join(wrap.classes) or "the model's own layer classes"
         reason = f"no module of {classes} can be wrapped, because it is ignored or is the model itself"
-        fix = "Set fsdp_transformer_layer_cls_to_wrap to the class of the repeated layer."
-    setting = "wrap.classes" if wrap.classes else "wrap.policy"
-    setting = "wrap.min_num_params" if wrap.policy == "size" else setting
     problems.add("FSDP-E219", setting, f"the wrap policy would make the root the only unit: {reason}.", fix)
 
 

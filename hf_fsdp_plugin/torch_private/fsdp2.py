@@ -1,15 +1,13 @@
 """Access to FSDP2's states and parameter groups (``torch/distributed/fsdp/_fully_shard/``).
 
-Versions of torch differ in how FSDP2 handles dtypes and frees gradients. :class:`Fsdp2Behavior` describes each version.
-Estimates and plans read the description of the installed torch, and contain no version numbers.
+Versions of torch differ in how FSDP2 handles dtypes and frees gradients: :func:`is_since_2_15`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -73,47 +71,15 @@ _common = import_target(_COMMON, CONTRACTS)
 _BACKWARD_PREFETCH_MARK = "_hf_fsdp_backward_prefetch"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fsdp2Behavior:
-    """How one version of torch handles the gradients and the dtypes of a unit.
-
-    Attributes:
-        since: the first release that behaves so.
-        keeps_last_gradient: whether ``foreach_reduce`` keeps the whole gradient of the last parameter until it returns.
-        accumulates_in_place: whether autograd adds each gradient to the one of earlier micro-batches as soon as it is
-            computed (``FSDPParam.unsharded_grad_dtype``), instead of FSDP2 after the backward of the unit.
-        dtype_per_parameter: whether a unit can compute with parameters of several dtypes
-            (``MixedPrecisionPolicy.param_dtype_override_fn``).
-    """
-
-    since: str
-    keeps_last_gradient: bool
-    accumulates_in_place: bool
-    dtype_per_parameter: bool
+SINCE_2_15: Final = "2.15"
+"""The release since which each parameter of a unit has its own dtype (``param_dtype_override_fn``), autograd adds each
+gradient to the one of earlier micro-batches as soon as it is computed, instead of FSDP2 after the backward of the unit,
+and ``foreach_reduce`` keeps no whole gradient until it returns. 2.14.1 behaves as 2.11."""
 
 
-BEHAVIORS: Final = (
-    Fsdp2Behavior(since="2.11", keeps_last_gradient=True, accumulates_in_place=False, dtype_per_parameter=False),
-    Fsdp2Behavior(since="2.15", keeps_last_gradient=False, accumulates_in_place=True, dtype_per_parameter=True),
-)
-"""The behaviors of the supported versions, oldest first. 2.14.1 frees gradients as 2.13 does."""
-
-
-def behavior_of(version: str) -> Fsdp2Behavior:
-    """Return how FSDP2 of a version of torch behaves."""
-    release = release_of(version)[:2]
-    return next((row for row in reversed(BEHAVIORS) if release >= release_of(row.since)), BEHAVIORS[0])
-
-
-@cache
-def installed_behavior() -> Fsdp2Behavior:
-    """Return how FSDP2 of the installed torch behaves."""
-    return behavior_of(torch.__version__)
-
-
-def first_version_with_dtype_per_parameter() -> str:
-    """Return the first version of torch that accepts a dtype for each parameter."""
-    return next(row.since for row in BEHAVIORS if row.dtype_per_parameter)
+def is_since_2_15() -> bool:
+    """Whether FSDP2 of the installed torch behaves as :data:`SINCE_2_15` describes."""
+    return release_of(torch.__version__)[:2] >= release_of(SINCE_2_15)
 
 
 def state_of(module: FSDPModule) -> Any:
