@@ -25,7 +25,7 @@ from hf_fsdp_plugin.observe.units import checkpoints_natively
 from hf_fsdp_plugin.observe.weights import WeightComparison
 from hf_fsdp_plugin.plan.names import canonical_name, is_inside
 from hf_fsdp_plugin.spec.values import setting_to_json
-from hf_fsdp_plugin.text import format_bytes, plural
+from hf_fsdp_plugin.text import plural
 from hf_fsdp_plugin.torch_private import functions
 from hf_fsdp_plugin.torch_private.functions import CALLS_FORWARD, ActivationWrapper, CheckpointWrapper
 from hf_fsdp_plugin.torch_private.modules import calls_compiled
@@ -86,21 +86,9 @@ def read_ram_efficient(run: ObservedRun) -> ObservedValue:
     """Check that the ranks shared memory: parameters were mapped or not loaded before they were sharded."""
     observed = read_loading(run, planned=run.plan.ram_efficient)
     weights = run.weights
-    if not observed.matches or weights is None or weights.before is None or run.world_size == 1:
-        return observed
-    before = weights.before
-    counts = {
-        "mapped from files": before.num_mapped,
-        "not loaded": before.num_on_meta,
-        "in private memory": before.num_private,
-        "on the accelerator": before.num_on_device,
-    }
-    kinds = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
-    if not weights.num_shared_ranks:
-        return unobserved_value(f"no rank shared memory with others before the model was sharded: parameters {kinds}")
-    private, total = format_bytes(before.private_bytes), format_bytes(before.total_bytes)
-    memory = f"at most {private} of {total} were private to a rank"
-    return replace(observed, reason=f"{observed.reason}; before, {memory}: parameters {kinds}")
+    if observed.matches and weights is not None and weights.num_shared_ranks == 0 and run.world_size > 1:
+        return unobserved_value("no rank had mapped parameters, or not loaded them, before the model was sharded")
+    return observed
 
 
 def read_loading(run: ObservedRun, *, planned: bool) -> ObservedValue:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_plugin.backends.loading.equal_weights import ParameterMemory, hash_bits, read_together
+from hf_fsdp_plugin.backends.loading.equal_weights import hash_bits, read_together
 from hf_fsdp_plugin.backends.loading.weight_loader import BroadcastRecord
 from hf_fsdp_plugin.backends.optimizers.parameters import has_parameters_of, is_replicated, parameters_in
 from hf_fsdp_plugin.backends.ranks.agreement import gather_objects, on_all_ranks
@@ -55,8 +55,7 @@ class WeightComparison:
             no rank recorded a broadcast.
         num_filled: number of these tensors that a rank had not loaded; maximum over the ranks.
         num_from_files: number of parameters that all ranks had mapped from equal files, which were not broadcast.
-        before: which memory the parameters were in before the broadcast, on the rank with the most private memory.
-        num_shared_ranks: number of ranks on which a parameter was mapped or not loaded.
+        num_shared_ranks: number of ranks on which a parameter was mapped or not loaded before; ``None`` if unknown.
     """
 
     num_on_meta: int
@@ -66,8 +65,7 @@ class WeightComparison:
     num_broadcast: int | None = None
     num_filled: int = 0
     num_from_files: int = 0
-    before: ParameterMemory | None = None
-    num_shared_ranks: int = 0
+    num_shared_ranks: int | None = None
 
 
 def compare_weights(model: nn.Module, units: Sequence[UnitObservation]) -> WeightComparison:
@@ -100,8 +98,7 @@ def compare_weights(model: nn.Module, units: Sequence[UnitObservation]) -> Weigh
         num_broadcast=min((broadcast.num_tensors for broadcast in broadcasts), default=None),
         num_filled=max((broadcast.num_filled for broadcast in broadcasts), default=0),
         num_from_files=min((broadcast.num_from_files for broadcast in broadcasts), default=0),
-        before=max(memories, key=lambda memory: memory.private_bytes, default=None),
-        num_shared_ranks=sum(memory.num_not_private > 0 for memory in memories),
+        num_shared_ranks=sum(memory.num_not_private > 0 for memory in memories) if memories else None,
     )
 
 

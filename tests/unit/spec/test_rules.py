@@ -55,7 +55,7 @@ REJECTED = [
     ("FSDP-E140", config(fsdp_activation_checkpointing_offload=True), "activation.offload"),
     ("FSDP-E142", config(fsdp_auto_wrap_policy="SIZE_BASED_WRAP"), "min_num_params"),
     ("FSDP-E142", config(fsdp_wrap_policy="SIZE_BASED_WRAP", min_num_param=0), "min_num_params"),
-    ("FSDP-E144", config(transformer_layer_cls_to_wrap="A B"), "A, B."),
+    ("FSDP-E144", config(transformer_layer_cls_to_wrap="A B"), "'A B'"),
     ("FSDP-E144", config(transformer_layer_cls_to_wrap=["A", "x.y.B"]), "'x.y.B'"),
     ("FSDP-E144", config(transformer_layer_cls_to_wrap="$LAYER"), "'$LAYER'"),
     ("FSDP-E145", config(fsdp_ignored_modules="*lora("), "'*lora('"),
