@@ -11,16 +11,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.backends.optimizers.parameters import step_mode
 from hf_fsdp_plugin.devices import DEVICES, available_device
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
+from hf_fsdp_plugin.plan.units import live_units
 from hf_fsdp_plugin.text import format_names, plural, short_dtype
-from hf_fsdp_plugin.torch_private import fsdp1, fsdp2
 from hf_fsdp_plugin.torch_private.functions import CheckpointWrapper
 from hf_fsdp_plugin.torch_private.live_unit import LiveUnit
 
@@ -92,7 +90,7 @@ def observe_units(model: nn.Module) -> tuple[UnitObservation, ...]:
     }
     order = {name: position for position, name in enumerate(names.values())}
     units = []
-    for live in _live_units(model):
+    for live in live_units(model):
         # torch stores a group's modules in the order of the call; reports use the order of the module tree.
         # A script may have replaced some of them.
         modules = [module for module in live.modules if id(module) in names]
@@ -125,27 +123,6 @@ def unmanaged_parameters(model: nn.Module, units: Iterable[UnitObservation]) -> 
     """Return the parameters that no unit shards: those of ignored modules, or all if the model is not sharded."""
     managed = frozenset[int]().union(*(unit.live.parameter_ids for unit in units))
     return [parameter for parameter in model.parameters() if id(parameter) not in managed]
-
-
-def _live_units(model: nn.Module) -> Iterator[LiveUnit]:
-    """Yield all FSDP1 and FSDP2 units in the order of the module tree, including those without parameters."""
-    seen: set[int] = set()
-    inside: set[int] = set()
-    for module in model.modules():
-        if isinstance(module, FSDP):
-            unit_modules: tuple[nn.Module, ...] = (module,)
-            units = [fsdp1.read_unit(module, is_root=id(module) not in inside)]
-        elif isinstance(module, FSDPModule):
-            state = fsdp2.state_of(module)
-            if id(state) in seen:
-                continue
-            seen.add(id(state))
-            unit_modules = fsdp2.modules_of(state)
-            units = list(fsdp2.read_units(state, is_root=all(id(m) not in inside for m in unit_modules)))
-        else:
-            continue
-        inside.update(id(inner) for outer in unit_modules for inner in outer.modules())
-        yield from units
 
 
 def checkpoints_natively(module: nn.Module) -> bool:

@@ -318,19 +318,16 @@ def spec_of_further_model(spec: FsdpSpec, model: nn.Module, *, is_trained: bool)
     wrap, name = spec.wrap, type(model).__name__
     present = {found for module in model.modules() if module is not model for found in class_names(module)}
     own = present.intersection(no_split_classes(model)) or ModuleTree(model).repeated_classes()
+    largest = max((sum(p.numel() for p in child.parameters()) for child in model.children()), default=0)
     values: dict[str, Any] = {}
     problems = spec.problems
     if wrap.policy == "transformer" and present.isdisjoint(wrap.classes) and (wrap.classes or not own):
         values = {"wrap.policy": "transformer" if own else "none", "wrap.classes": ()}
         message = f"{name}, a further model, has no {format_names(wrap.classes or ['declared or repeated layers'])}."
-        message += (
-            f" Its own layers are wrapped: {format_names(sorted(own))}." if own else " It is sharded as one unit."
-        )
+        message += f" Its own layers are wrapped: {format_names(sorted(own))}." if own else " It is one unit."
         origin = spec.origin("wrap.classes")
         problems = (*problems, Problem(code="FSDP-W260", setting="wrap.classes", message=message, origin=origin))
-    elif wrap.policy == "size" and max(
-        (sum(p.numel() for p in m.parameters()) for m in model.children()), default=0
-    ) < (wrap.min_num_params):
+    elif wrap.policy == "size" and largest < wrap.min_num_params:
         values = {"wrap.policy": "none", "wrap.min_num_params": 0}
         message = f"no module of {name}, a further model, has {wrap.min_num_params:,} parameters. It is one unit."
         origin = spec.origin("wrap.min_num_params")

@@ -5,6 +5,7 @@ The units are the layers that the wrap policy selects, embedding, norm and head 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,7 +19,6 @@ from hf_fsdp_plugin.plan.fsdp_plan import (
     ModelParts,
     PrecisionPlan,
     ProblemCollector,
-    UnitParameter,
     UnitPlan,
     unit_plan,
 )
@@ -29,6 +29,7 @@ from hf_fsdp_plugin.problems import has_errors
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_names, plural
 from hf_fsdp_plugin.torch_private import fsdp1, fsdp2
+from hf_fsdp_plugin.torch_private.live_unit import LiveUnit
 
 
 @dataclass(kw_only=True, slots=True)
@@ -326,53 +327,45 @@ def model_class_name(model: nn.Module) -> str:
 
 def sharded_units(model: nn.Module, backend: Backend) -> tuple[UnitPlan, ...]:
     """Return the existing units, children before parents. Counts are of whole parameters, not of shards."""
-    return _fsdp1_units(model) if backend == "fsdp1" else _fsdp2_units(model)
-
-
-def _fsdp2_units(model: nn.Module) -> tuple[UnitPlan, ...]:
-    modules = dict(model.named_modules())
-    owner: dict[str, object] = {}
-    groups: dict[object, list[str]] = {}
-    for name, module in modules.items():
-        if isinstance(module, FSDPModule):
-            state: object = fsdp2.state_of(module)
-            groups.setdefault(state, []).append(name)
-            owner[name] = state
-        else:
-            owner[name] = owner.get(parent_of(name)) if name else None
-    owned: dict[object, list[UnitParameter]] = {}
-    for name, p in model.named_parameters():
-        if isinstance(p, DTensor):
-            owned.setdefault(owner[parent_of(name)], []).append((name, p.numel(), p.dtype, p.requires_grad))
-    if None in owned and not groups:  # DTensors without FSDP: the whole model is one unit
-        groups[None] = [""]
-    units = [
-        unit_plan(
-            {name: model_class_name(modules[name]) for name in names},
-            owned.get(state, []),
-            reshard=state is not None and fsdp2.reshards_after_forward(state, is_root="" in names),
-            from_policy=names != [""],
+    names = {id(module): canonical_name(n) if backend == "fsdp1" else n for n, module in model.named_modules()}
+    groups: dict[tuple[nn.Module, ...], list[LiveUnit]] = {}
+    for live in live_units(model):  # FSDP2 has a unit for each mesh of the parameters of these modules
+        groups.setdefault(live.modules, []).append(live)
+    units = []
+    for modules, group in groups.items():
+        held = [each for live in group for each in live.held]
+        paths = [f"{names[id(each.module)]}.{each.attribute}".lstrip(".") for each in held]
+        unit = unit_plan(
+            {names[id(module)]: model_class_name(module) for module in modules},
+            [(path, e.numel, e.part.dtype, e.requires_grad) for path, e in zip(paths, held, strict=True)],
+            reshard=any(live.reshards for live in group),
+            from_policy=names[id(modules[0])] != "",
             is_split_off=False,
         )
-        for state, names in groups.items()
-    ]
+        units.append(unit)
+    if not units:  # DTensors without FSDP: the whole model is one unit
+        divided = [(name, p) for name, p in model.named_parameters() if isinstance(p, DTensor)]
+        rows = [(name, p.numel(), p.dtype, p.requires_grad) for name, p in divided]
+        units = [unit_plan({"": model_class_name(model)}, rows, reshard=False, from_policy=False, is_split_off=False)]
     return tuple(reversed(units))
 
 
-def _fsdp1_units(model: nn.Module) -> tuple[UnitPlan, ...]:
-    units = []
-    for path, module in model.named_modules():
-        if not isinstance(module, FullyShardedDataParallel):
+def live_units(model: nn.Module) -> Iterator[LiveUnit]:
+    """Yield all FSDP1 and FSDP2 units in the order of the module tree, including those without parameters."""
+    seen: set[int] = set()
+    inside: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, FullyShardedDataParallel):
+            unit_modules: tuple[nn.Module, ...] = (module,)
+            units = [fsdp1.read_unit(module, is_root=id(module) not in inside)]
+        elif isinstance(module, FSDPModule):
+            state = fsdp2.state_of(module)
+            if id(state) in seen:
+                continue
+            seen.add(id(state))
+            unit_modules = fsdp2.modules_of(state)
+            units = list(fsdp2.read_units(state, is_root=all(id(m) not in inside for m in unit_modules)))
+        else:
             continue
-        name = canonical_name(path)
-        flat = fsdp1.flat_parameter(module)
-        rows: list[UnitParameter] = []
-        if flat is not None:
-            rows = [
-                (canonical_name(f"{name}.{m.name}".lstrip(".")), m.shape.numel(), flat.dtype, m.requires_grad)
-                for m in fsdp1.original_parameters(flat)
-            ]
-        reshard = fsdp1.strategy_of_unit(module).reshards_after_forward and bool(name)
-        modules = {name: model_class_name(module)}
-        units.append(unit_plan(modules, rows, reshard=reshard, from_policy=bool(name), is_split_off=False))
-    return tuple(reversed(units))
+        inside.update(id(inner) for outer in unit_modules for inner in outer.modules())
+        yield from units

@@ -17,7 +17,7 @@ from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataP
 from hf_fsdp_plugin.contracts import Contract, contracts_of, guard_functions, import_target
 from hf_fsdp_plugin.strategies import BY_TORCH_NAME, Strategy
 from hf_fsdp_plugin.torch_private.functions import in_backward, num_changes, runs_in_backward
-from hf_fsdp_plugin.torch_private.live_unit import Facts, LiveUnit, attribute_or
+from hf_fsdp_plugin.torch_private.live_unit import Facts, Held, LiveUnit, attribute_or
 from hf_fsdp_plugin.torch_private.modules import Inputs
 from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
 
@@ -516,10 +516,17 @@ def _gradients(handle: Any) -> tuple[torch.Tensor, ...]:
     return tuple(tensor for tensor in found if tensor is not None)
 
 
-def _parts(handle: Any) -> tuple[torch.Tensor, ...]:
+def _held(handle: Any) -> tuple[Held, ...]:
     shard = local_shard(handle.flat_param)
     return tuple(
-        shard.narrow(0, each.offset, each.stop - each.start) for each in original_parameters(handle.flat_param)
+        Held(
+            each.module,
+            each.attribute,
+            each.requires_grad,
+            each.shape.numel(),
+            shard.narrow(0, each.offset, each.stop - each.start),
+        )
+        for each in original_parameters(handle.flat_param)
     )
 
 
@@ -527,15 +534,6 @@ def _is_unreduced(handle: Any) -> bool:
     """Whether the flat gradient belongs to the gathered parameters, as after a backward under ``no_sync``."""
     flat = handle.flat_param
     return flat.grad is not None and handle.uses_sharded_strategy and flat.grad.shape != local_shard(flat).shape
-
-
-def _size(handle: Any, *, trainable: bool | None = None, local: bool = False) -> int:
-    """Return the number of elements of the whole unit, or of this rank's shard, without padding."""
-    return sum(
-        member.stop - member.start if local else member.shape.numel()
-        for member in original_parameters(handle.flat_param)
-        if trainable is None or member.requires_grad == trainable
-    )
 
 
 _UNIT_FACTS: Facts = {
@@ -560,10 +558,7 @@ _UNIT_FACTS: Facts = {
 }
 _GATHERED = ("_full_param_padded", "_full_prec_full_param_padded", "_mp_shard")
 _HANDLE_FACTS: Facts = {
-    "num_params": _size,
-    "num_local_params": lambda handle: _size(handle, local=True),
-    "num_frozen": lambda handle: _size(handle, trainable=False),
-    "num_local_trainable": lambda handle: _size(handle, trainable=True, local=True),
+    "held": _held,
     "master_dtypes": lambda handle: (handle._orig_param_dtype,),
     "compute_dtype": lambda handle: handle._fwd_bwd_param_dtype,
     "reduce_dtype": lambda handle: (
@@ -571,15 +566,11 @@ _HANDLE_FACTS: Facts = {
     ),
     "casts": lambda handle: handle._low_prec_param_dtype_specified,
     "shards": lambda handle: (local_shard(handle.flat_param),),
-    "parts": _parts,
     "gathered": lambda handle: tuple(
         tensor for name in _GATHERED if (tensor := _attribute(handle.flat_param, name)) is not None
     ),
     "gradients": _gradients,
     "unreduced": _is_unreduced,
-    "places": lambda handle: tuple(
-        (member.module, member.attribute, member.requires_grad) for member in original_parameters(handle.flat_param)
-    ),
     "parameter_ids": lambda handle: frozenset(id(parameter) for parameter in parameter_objects(handle.flat_param)),
 }
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.contracts import contracts_of, guard_functions, import_target, release_of
 from hf_fsdp_plugin.torch_private.functions import in_backward, is_sharded, num_changes, runs_after_accumulation
-from hf_fsdp_plugin.torch_private.live_unit import Facts, LiveUnit, attribute_or
+from hf_fsdp_plugin.torch_private.live_unit import Facts, Held, LiveUnit, attribute_or
 from hf_fsdp_plugin.torch_private.modules import (
     Inputs,
     casts_itself,
@@ -189,13 +189,6 @@ def num_unit_changes(module: FSDPModule) -> tuple[int, int]:
     items = [item for group in _parameter_groups(state_of(module)) for item in group.fsdp_params]
     shards = sum(local_changes(item.sharded_param for item in items))
     return shards, sum(num_changes(item._unsharded_param) for item in items if item.sharded_state is _UNSHARDED)
-
-
-def reshards_after_forward(state: Any, *, is_root: bool) -> bool:
-    """Whether any parameters are freed after forward. A root's unset flag is decided in the first forward."""
-    if is_root and getattr(state, "_auto_reshard_after_forward", False):
-        return False
-    return any(group.post_forward_mesh_info is not None for group in _parameter_groups(state))
 
 
 def compute_device(root: FSDPModule) -> torch.device:
@@ -411,10 +404,6 @@ def _parameters(group: Any) -> list[DTensor]:
     return [item.sharded_param for item in group.fsdp_params]
 
 
-def _local(group: Any) -> list[torch.Tensor]:
-    return [local_tensor(parameter) for parameter in _parameters(group)]
-
-
 def _wholes(group: Any) -> list[nn.Parameter]:
     """Return the gathered parameters, which exist from the first all-gather on."""
     wholes = (attribute_or(item, "_unsharded_param", None) for item in group.fsdp_params)
@@ -529,11 +518,15 @@ _STATE_FACTS: Facts = {
 }
 _GROUP_FACTS: Facts = {
     "modules": lambda group: tuple(group.modules),
-    "num_params": lambda group: sum(p.numel() for p in _parameters(group)),
-    "num_local_params": lambda group: sum(t.numel() for t in _local(group)),
-    "num_frozen": lambda group: sum(p.numel() for p in _parameters(group) if not p.requires_grad),
-    "num_local_trainable": lambda group: sum(
-        t.numel() for t, p in zip(_local(group), _parameters(group), strict=True) if p.requires_grad
+    "held": lambda group: tuple(
+        Held(
+            item._module_info.module,
+            item._module_info.param_name,
+            item.sharded_param.requires_grad,
+            item.sharded_param.numel(),
+            local_tensor(item.sharded_param),
+        )
+        for item in group.fsdp_params
     ),
     "master_dtypes": _master_dtypes,
     "compute_dtype": _compute_dtype,
@@ -555,13 +548,8 @@ _GROUP_FACTS: Facts = {
     "unreduced": _is_unreduced,
     "offloaded": lambda group: isinstance(group.offload_policy, CPUOffloadPolicy),
     "shards": lambda group: tuple(unconverted(item._sharded_param_data) for item in group.fsdp_params),
-    "parts": lambda group: tuple(_local(group)),
     "gathered": _gathered,
     "gradients": _gradients,
-    "places": lambda group: tuple(
-        (item._module_info.module, item._module_info.param_name, item.sharded_param.requires_grad)
-        for item in group.fsdp_params
-    ),
     "casting": lambda group: tuple(
         (item._module_info.module, item._module_info.param_name)
         for item in group.fsdp_params

@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
+
+import torch
+from torch import nn
 
 from hf_fsdp_plugin.contracts import Contract, ContractError, missing_attribute_error
+
+Facts = Mapping[str, Callable[[Any], Any]]
+"""Attribute of :class:`LiveUnit` -> the function that reads it off an object of torch."""
+
+
+class Held(NamedTuple):
+    """A parameter of a unit: where it is registered, and this rank's part of it, without padding."""
+
+    module: nn.Module
+    attribute: str
+    requires_grad: bool
+    numel: int
+    part: torch.Tensor
 
 
 class LiveUnit:
@@ -44,6 +60,7 @@ class LiveUnit:
         reduces: whether the next backward reduces gradients over the shard group.
         all_reduces: whether the next backward reduces gradients over the replicas.
         unreduced: whether there are gradients that were computed but not reduced, so that the optimizer misses them.
+        held: each parameter.
         places: the module, the attribute name and ``requires_grad`` of each parameter.
         casting: the module and the attribute name of each parameter that casts itself in FSDP2's all-gather.
         lazy: whether torch has not initialized the unit yet. It does so in the first forward.
@@ -60,7 +77,7 @@ class LiveUnit:
         self, version: Literal[1, 2], *, is_root: bool, parts: Sequence[tuple[Any, Facts]], rows: tuple[Contract, ...]
     ) -> None:
         self.version, self.is_root, self.source = version, is_root, parts[-1][0]
-        self._parts, self._rows = parts, rows
+        self._parts, self._rows = [(self, _OF_HELD), *parts], rows
 
     def __getattr__(self, name: str) -> Any:
         if name not in _DEFAULTS:
@@ -96,9 +113,18 @@ class LiveUnit:
                 yield error
 
 
+_OF_HELD: Final[Facts] = {
+    "places": lambda unit: tuple((each.module, each.attribute, each.requires_grad) for each in unit.held),
+    "parts": lambda unit: tuple(each.part for each in unit.held),
+    "num_params": lambda unit: sum(each.numel for each in unit.held),
+    "num_local_params": lambda unit: sum(each.part.numel() for each in unit.held),
+    "num_frozen": lambda unit: sum(each.numel for each in unit.held if not each.requires_grad),
+    "num_local_trainable": lambda unit: sum(each.part.numel() for each in unit.held if each.requires_grad),
+}
+"""The facts that follow from the parameters."""
 _EMPTY: Final = (
     "modules", "master_dtypes", "compute_dtypes", "shard_ranks", "coordinates", "prefetched", "shards", "parts",
-    "gathered", "gradients", "places", "casting", "parameter_ids", "copy_ids",
+    "gathered", "gradients", "held", "places", "casting", "parameter_ids", "copy_ids",
 )  # fmt: skip
 _DEFAULTS: Final[Mapping[str, Any]] = {
     **dict.fromkeys(("num_params", "num_local_params", "num_frozen", "num_local_trainable", "shard_rank"), 0),
@@ -111,8 +137,6 @@ _DEFAULTS: Final[Mapping[str, Any]] = {
     "backward_prefetch": "pre",
 }
 """Fact -> its value in units of which no part has it, such as units without parameters."""
-Facts = Mapping[str, Callable[[Any], Any]]
-"""Attribute of :class:`LiveUnit` -> the function that reads it off an object of torch."""
 
 
 def attribute_or(source: Any, name: str, default: Any, declared_by: type | None = None) -> Any:
