@@ -18,7 +18,6 @@ from hf_fsdp_plugin.observe.observed_run import (
     unobserved_value,
 )
 from hf_fsdp_plugin.observe.units import UnitObservation, dtype_name
-from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.state import find_part
 from hf_fsdp_plugin.strategies import STRATEGIES, strategy_of
 from hf_fsdp_plugin.text import format_dtype, format_names
@@ -177,10 +176,8 @@ def read_fp32_modules(run: ObservedRun) -> ObservedValue:
     """Read which modules have parameters that are gathered in fp32 while the policy's dtype is another one."""
     planned = set(run.plan.fp32_parameters)
     found, others = [], []
-    names = {id(module): canonical_name(name) for name, module in run.model.named_modules()}
     for unit in run.units_with_params:
-        for (module, key, _), dtype in zip(unit.live.places, unit.live.compute_dtypes, strict=False):
-            name = f"{names.get(id(module), '(replaced)')}.{key}".removeprefix(".")
+        for name, dtype in zip(unit.parameters, unit.live.compute_dtypes, strict=False):
             is_fp32 = dtype_name(dtype) == "fp32"
             if is_fp32:
                 found.append(name)

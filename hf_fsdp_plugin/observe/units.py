@@ -39,7 +39,9 @@ class UnitObservation:
         reshard_after_forward: whether gathered parameters are freed between forward and backward; never true for
             the root. ``None``, like ``offloaded``, if the installed torch does not show it.
         fp8_modules: the canonical names of the layers that compute in fp8.
-        live: the torch objects of the unit; not part of the report.
+        parameters: the canonical names of the parameters, in the order of ``live.held``; not part of the report, like
+            ``live``.
+        live: the torch objects of the unit.
     """
 
     name: str
@@ -54,6 +56,7 @@ class UnitObservation:
     offloaded: bool | None
     checkpointed: bool
     fp8_modules: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
     live: LiveUnit = field(repr=False, compare=False)
 
     @property
@@ -71,7 +74,7 @@ class UnitObservation:
 
     def to_json(self) -> dict[str, Any]:
         """Return ``observed_unit`` of docs/json.schema.json."""
-        facts = {name: value for name, value in vars(self).items() if name != "live"}
+        facts = {name: value for name, value in vars(self).items() if name not in ("live", "parameters")}
         facts["fp8_modules"] = list(self.fp8_modules)
         return {"name": facts.pop("name"), "class": facts.pop("class_name"), **facts}
 
@@ -112,6 +115,10 @@ def observe_units(model: nn.Module) -> tuple[UnitObservation, ...]:
                 names[id(module)]
                 for module, key, _ in live.known("places", ())
                 if key == "weight" and fp8_library(module) and id(module) in names
+            ),
+            parameters=tuple(
+                f"{names.get(id(each.module), '(replaced)')}.{each.attribute}".lstrip(".")
+                for each in live.known("held", ())
             ),
             live=live,
         )
@@ -179,12 +186,7 @@ def compare_structure(model: nn.Module, units: Sequence[UnitObservation], plan: 
 
     modules_of = [frozenset(map(canonical_name, unit.modules)) for unit in plan.units]
     planned = {first(n): modules for unit, modules in zip(plan.units, modules_of, strict=True) for n in unit.parameters}
-    live: dict[str, frozenset[str]] = {}
-    paths = {id(module): path for path, module in model.named_modules()}
-    for unit in units:
-        for module, attribute, _ in unit.live.places:
-            if id(module) in paths:  # otherwise the module has been replaced
-                live[first(f"{paths[id(module)]}.{attribute}".lstrip("."))] = frozenset(unit.module_names)
+    live = {first(name): frozenset(unit.module_names) for unit in units for name in unit.parameters}
     # The root is left out: FSDP makes it a unit even if other units own all its parameters.
     planned_units = set(modules_of) - {frozenset([""])}
     live_units = {frozenset(unit.module_names) for unit in units} - {frozenset([""])}

@@ -38,8 +38,8 @@ _Checksum = list[float]
 _Key = tuple[str, str, tuple[int, ...]]
 """Kind of a tensor (unit, parameter or buffer), its name, and the number of its shard."""
 
-ShardHashes = dict[tuple[int, int], torch.Tensor | None]
-"""Number of the unit and of the parameter in it -> hash of this rank's part; ``None`` if the rank has no part of it."""
+ShardHashes = dict[str, torch.Tensor | None]
+"""Name of a parameter -> hash of this rank's part; ``None`` if the rank has no part of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,11 +148,11 @@ def _close(one: _Checksum | None, other: _Checksum | None) -> bool:
 
 def unchanged_parameters(
     before: ShardHashes | None, later: Sequence[ShardHashes], units: Sequence[UnitObservation]
-) -> frozenset[tuple[int, int]] | None:
+) -> frozenset[str] | None:
     """Return the trained parameters whose part on this rank is as before the first step; ``None`` if this is unknown.
 
     The weights after the examined steps and those at the end of the run are compared. A parameter without a part on
-    this rank counts as unchanged. The keys are those of ``ShardHashes``.
+    this rank counts as unchanged.
 
     Args:
         before, later: hashes before the first step, and after the steps that are examined.
@@ -169,29 +169,19 @@ def unchanged_parameters(
     return unchanged
 
 
-def hash_parts(units: Iterable[UnitObservation], only: Collection[tuple[int, int]] | None = None) -> ShardHashes:
+def hash_parts(units: Iterable[UnitObservation], only: Collection[str] | None = None) -> ShardHashes:
     """Return hashes of the bits of this rank's part of each trained parameter, on the parameters' devices.
 
     Args:
-        only: hash the parameters with these keys instead of the trained ones.
+        only: names of the parameters to hash instead of the trained ones.
     """
     return {
-        (number, index): hash_bits(part) if part.numel() else None
-        for number, unit in enumerate(units)
-        for index, (part, (_, _, trained)) in enumerate(zip(unit.live.parts, unit.live.places, strict=False))
-        if (trained if only is None else (number, index) in only)
-        and type(part.detach()) is torch.Tensor
-        and not part.is_meta
-    }
-
-
-def names_of_parts(model: nn.Module, units: Iterable[UnitObservation]) -> dict[tuple[int, int], str]:
-    """Return the canonical name of each parameter, by the keys of ``ShardHashes``."""
-    names = {id(module): canonical_name(name) for name, module in model.named_modules()}
-    return {
-        (number, index): f"{names.get(id(module), '?')}.{attribute}".lstrip(".")
-        for number, unit in enumerate(units)
-        for index, (module, attribute, _) in enumerate(unit.live.known("places", ()))
+        name: hash_bits(each.part) if each.part.numel() else None
+        for unit in units
+        for name, each in zip(unit.parameters, unit.live.held, strict=True)
+        if (each.requires_grad if only is None else name in only)
+        and type(each.part.detach()) is torch.Tensor
+        and not each.part.is_meta
     }
 
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from hf_fsdp_plugin.observe.first_step import FirstStep
 from hf_fsdp_plugin.observe.report import BatchShape, difference_lines
-from hf_fsdp_plugin.observe.run_checks import batch_of_ranks, check_training, observed_batch
+from hf_fsdp_plugin.observe.report_builder import batch_of_ranks, check_training, observed_batch
 from tests.unit.observe.live_models import make_run
 
 
