@@ -1,7 +1,8 @@
 """Contracts: what this package relies on in other libraries without a promise of theirs.
 
-Each private name, attribute or behavior is one row of data, in the file that uses it: what is relied on, for what, and
-what happens without it. The files are ``torch_private/*.py`` and ``integrations/<library>/private.py``; replaced
+Each private name, attribute or behavior is one row of data: what is relied on, for what, and
+what happens without it. The rows are in ``torch_private/contracts.yaml``, and in
+``integrations/<library>/private.py``; replaced
 functions are rows of :mod:`hf_fsdp_plugin.integrations.hooks`. ``hf-fsdp doctor`` probes all rows on the installed
 versions.
 
@@ -19,9 +20,12 @@ import os
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ContextDecorator, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, ParamSpec, TypeVar
+
+import yaml
 
 from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.problems import Problem, SpecError
@@ -33,6 +37,7 @@ Without = Literal["off", "unobservable", "refused"]
 The code of the warning is FSDP-W621, that of the error FSDP-E620.
 """
 
+_LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _DOCTOR: Final = "`hf-fsdp doctor` lists what does not hold."
 
 
@@ -80,6 +85,23 @@ def contracts_of(owner: str, without: Without, use: str, *names: str) -> tuple[C
         Contract(target=f"{owner}{separator}{name}", use=use, without=without, instead=tuple(instead))
         for name, *instead in split
     )
+
+
+@functools.cache
+def _read_table(path: Path) -> Any:
+    return yaml.load(path.read_text(encoding="utf-8"), Loader=_LOADER)
+
+
+def contracts_in(file: str) -> tuple[Contract, ...]:
+    """Return the rows of a file in ``contracts.yaml`` of its folder, which describes the groups of rows."""
+    path = Path(file)
+    found: list[Contract] = []
+    for group in _read_table(path.with_name("contracts.yaml"))[path.stem]:
+        fields = {name: group[name] for name in ("behavior", "since") if name in group}
+        for owner, names in group["names"].items():
+            rows = contracts_of(owner, group["without"], group["use"], *names.split())
+            found += [replace(row, **fields) for row in rows]
+    return tuple(found)
 
 
 class ContractError(SpecError):

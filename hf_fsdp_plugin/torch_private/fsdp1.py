@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 
-from hf_fsdp_plugin.contracts import Contract, contracts_of, guard_functions, import_target
+from hf_fsdp_plugin.contracts import contracts_in, guard_functions, import_target
 from hf_fsdp_plugin.strategies import BY_TORCH_NAME, Strategy
 from hf_fsdp_plugin.torch_private.functions import in_backward, num_changes, runs_in_backward
 from hf_fsdp_plugin.torch_private.live_unit import Facts, Held, LiveUnit, attribute_or
@@ -22,48 +22,10 @@ from hf_fsdp_plugin.torch_private.modules import Inputs
 from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
 
 _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
-_UNIT = f"{_FSDP1}:FullyShardedDataParallel"
 _COMMON = "torch.distributed.fsdp._common_utils"
 _RUNTIME = "torch.distributed.fsdp._runtime_utils"
 _FLAT = "torch.distributed.fsdp._flat_param"
-_TRAIN = "training, saving and resuming under FSDP1"
-_STEPS = "training after calls of inner modules, unused parameters or failed steps under FSDP1"
-_READ = "the table of the units"
-CONTRACTS = (
-    *contracts_of(_FSDP1, "refused", _TRAIN, "FLAT_PARAM"),
-    *contracts_of(_UNIT, "refused", _TRAIN, "_handle", "sharding_strategy", "process_group", "compute_device",
-                  "training_state"),
-    Contract(target="torch.distributed.fsdp._init_utils:_inter_node_pg", without="refused", use=_TRAIN,
-             behavior="A hybrid unit has the group of its replicas as this attribute."),
-    *contracts_of(_FLAT, "refused", _TRAIN, "FlatParamHandle"),
-    *contracts_of(f"{_FLAT}:FlatParamHandle", "refused", _TRAIN, "flat_param", "uses_sharded_strategy",
-                  "needs_unshard", "_use_orig_params", "flatten_tensors", "rank", "world_size"),
-    *contracts_of(f"{_FLAT}:FlatParameter", "refused", _TRAIN, "_params", "_fqns", "_param_infos", "_shapes",
-                  "_shard_param_infos", "_shared_param_infos", "_shared_params", "_local_shard",
-                  "_post_backward_hook_state"),
-    *contracts_of(f"{_FLAT}:ParamInfo", "refused", _TRAIN, "module", "param_name"),
-    *contracts_of(f"{_FLAT}:SharedParamInfo", "refused", _TRAIN, "module", "param_name", "prim_module",
-                  "prim_param_name"),
-    *contracts_of(f"{_FLAT}:_ShardParamInfo", "refused", _TRAIN, "in_shard", "offset_in_shard",
-                  "intra_param_start_idx", "intra_param_end_idx"),
-    *contracts_of(_COMMON, "refused", _TRAIN, "_is_fsdp_flattened"),
-    *contracts_of(_RUNTIME, "refused", _TRAIN, "_reshard", "_post_backward_hook"),
-    *contracts_of(f"{_COMMON}:TrainingState", "refused", _TRAIN, "IDLE", "SUMMON_FULL_PARAMS"),
-    *contracts_of(_UNIT, "off", _STEPS, "_sync_gradients"),
-    *contracts_of(_RUNTIME, "off", _STEPS, "_post_backward_final_callback", "_root_pre_forward", "_pre_forward",
-                  "_pre_forward_unshard", "_post_forward", "_post_forward_reshard", "_register_pre_backward_hooks"),
-    *contracts_of(f"{_FLAT}:FlatParameter", "off", _STEPS, "_post_backward_called", "_saved_grad_shard",
-                  "_is_grad_none_mask"),
-    *contracts_of(f"{_FLAT}:FlatParamHandle", "off", _STEPS, "_use_unsharded_views", "_training_state"),
-    *contracts_of(f"{_COMMON}:TrainingState", "off", _STEPS, "FORWARD_BACKWARD"),
-    *contracts_of(f"{_COMMON}:HandleTrainingState", "off", _STEPS, "BACKWARD_PRE", "BACKWARD_POST"),
-    *contracts_of(_UNIT, "unobservable", _READ, "_sync_gradients", "cpu_offload", "backward_prefetch",
-                  "forward_prefetch", "limit_all_gathers", "_use_orig_params", "_is_root"),
-    *contracts_of(f"{_FLAT}:FlatParamHandle", "unobservable", _READ, "_orig_param_dtype", "_fwd_bwd_param_dtype",
-                  "_reduce_dtype", "_low_prec_param_dtype_specified"),
-    *contracts_of(f"{_FLAT}:FlatParameter", "unobservable", _READ, "_full_param_padded", "_full_prec_full_param_padded",
-                  "_mp_shard", "_saved_grad_shard", "_cpu_grad"),
-)  # fmt: skip
+CONTRACTS = contracts_in(__file__)
 
 _common = import_target(_COMMON, CONTRACTS)
 _runtime = import_target(_RUNTIME, CONTRACTS)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_plugin.contracts import contracts_of, guard_functions, import_target, release_of
+from hf_fsdp_plugin.contracts import contracts_in, guard_functions, import_target, release_of
 from hf_fsdp_plugin.torch_private.functions import in_backward, is_sharded, num_changes, runs_after_accumulation
 from hf_fsdp_plugin.torch_private.live_unit import Facts, Held, LiveUnit, attribute_or
 from hf_fsdp_plugin.torch_private.modules import (
@@ -28,43 +28,7 @@ from hf_fsdp_plugin.torch_private.modules import (
 )
 
 _COMMON = "torch.distributed.fsdp._fully_shard._fsdp_common"
-_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState"
-_CONTEXT = "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPStateContext"
-_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup"
-_PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
-_INFO = "torch.distributed.fsdp._fully_shard._fsdp_param:ParamModuleInfo"
-_TRAIN = "sharding, saving and resuming with FSDP2"
-_STEPS = "training after calls of inner modules, unused parameters or failed steps"
-_READ = "the table of the units"
-CONTRACTS = (
-    *contracts_of("torch.distributed.fsdp:FSDPModule", "refused", _TRAIN, "_get_fsdp_state"),
-    *contracts_of(_STATE, "refused", _TRAIN, "_modules", "_fsdp_param_groups|_fsdp_param_group", "_mp_policy"),
-    *contracts_of(_GROUP, "refused", _TRAIN, "_init_mp_dtypes", "fsdp_params"),
-    *contracts_of(_PARAM, "refused", _TRAIN, "mp_policy|param_dtype", "_module_info", "padded_sharded_param_size",
-                  "reset_sharded_param", "_init_extensions", "sharded_param", "_sharded_param_data"),
-    *contracts_of(_INFO, "refused", _TRAIN, "module", "param_name"),
-    *contracts_of("torch:Tensor", "refused", _TRAIN, "_version"),
-    *contracts_of("torch.distributed.tensor:DTensor", "refused", _TRAIN, "_local_tensor"),
-    *contracts_of(_STATE, "off", _STEPS, "_state_ctx", "_training_state", "_pre_forward", "_post_forward",
-                  "_register_pre_backward_hook", "_force_complete_incomplete_states|_modules_to_run_forward",
-                  "_root_post_backward_final_callback"),
-    *contracts_of(_CONTEXT, "off", _STEPS, "all_states", "iter_forward_root", "post_backward_final_callback_queued"),
-    *contracts_of(_GROUP, "off", _STEPS, "pre_backward", "post_backward"),
-    *contracts_of(_PARAM, "off", _STEPS, "sharded_state", "_unsharded_param"),
-    *contracts_of("torch.distributed.fsdp._fully_shard._fsdp_param:ShardedState", "off", _STEPS, "UNSHARDED"),
-    *contracts_of(f"{_COMMON}:TrainingState", "off", _STEPS, "IDLE"),
-    *contracts_of(_STATE, "unobservable", _READ, "_auto_reshard_after_forward", "_device", "_is_root",
-                  "_states_to_forward_prefetch", "_states_to_backward_prefetch"),
-    *contracts_of(_GROUP, "unobservable", _READ, "modules", "mesh_info", "post_forward_mesh_info", "reduce_grads",
-                  "all_reduce_grads", "reshard_after_backward", "offload_policy", "_reduce_dtype",
-                  "_partial_reduce_output"),
-    *contracts_of(_PARAM, "unobservable", _READ, "all_gather_outputs", "unsharded_accumulated_grad",
-                  "_sharded_post_forward_param_data", "param_dtype"),
-    *contracts_of(_COMMON, "unobservable", _READ, "FSDPMeshInfo", "DDPMeshInfo"),
-    *contracts_of(f"{_COMMON}:FSDPMeshInfo", "unobservable", _READ,
-                  "shard_mesh_size", "shard_mesh_rank", "shard_process_group"),
-    *contracts_of(f"{_COMMON}:DDPMeshInfo", "unobservable", _READ, "replicate_mesh_size"),
-)  # fmt: skip
+CONTRACTS = contracts_in(__file__)
 
 _UNSHARDED = import_target("torch.distributed.fsdp._fully_shard._fsdp_param:ShardedState.UNSHARDED", CONTRACTS)
 _common = import_target(_COMMON, CONTRACTS)
