@@ -111,7 +111,7 @@ def _parse_fsdp_config(config: FsdpConfig | ConfigFile, source: str) -> tuple[No
         text = str(config).strip()
         if text.startswith("{"):
             source = f"{source} fsdp_config"
-            return _checked(parse_text(text, source=source, is_json=True), source), source
+            return _checked(parse_text(text, source=source), source), source
         config = ConfigFile.at(config)
     if isinstance(config, Mapping | ConfigFile):
         source = config.shown if isinstance(config, ConfigFile) else source

@@ -19,11 +19,9 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 import hf_fsdp_plugin.time_limits as time_limits
-from hf_fsdp_plugin.contracts import contracts_of, missing_name_error
+from hf_fsdp_plugin.contracts import contracts_in, missing_name_error
 
-_AGENT = "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent"
-_METHODS = ("_start_workers", "_monitor_workers", "_shutdown")
-CONTRACTS = contracts_of(_AGENT, "refused", "`hf-fsdp launch`", *_METHODS)
+CONTRACTS = contracts_in(__file__)
 _STOPPING: Final = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 
 

@@ -350,7 +350,6 @@ def refused(folder: str, sizes: Sizes, *, build: bool = False, **arguments: Any)
     [
         ("llama", {"tp": 2}, {"build": True}, ["FSDP-E209"]),
         ("llama", {"ep": 2}, {}, ["FSDP-E207"]),
-        ("llama", {"tp": 4}, {}, ["FSDP-E208"]),  # two heads of keys and values
         ("llama", {"cp": 2}, {"attn_implementation": "eager"}, ["FSDP-E206"]),
     ],
     ids=str,

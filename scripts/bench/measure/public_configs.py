@@ -146,9 +146,10 @@ def count_keys(read: Any, root: Sequence[ConfigEntry], problems: Iterable[Proble
     else:
         entries = [e for top in root for e in (top.value.value if top.value.is_mapping else (top,))]
         written = [entry.key for entry in entries]
+        nulls = [entry.key for entry in entries if entry.value.value is None]
         ignored = [key for key in written if (row := find_row(key, _SCOPES)) is not None and row.ignored]
-        fates = dict.fromkeys((*ignored, *(p.origin.spelling for p in problems if p.origin)), "irrelevant")
-        fates |= dict.fromkeys((s.origin.spelling for s in (*read.settings, *read.not_set)), "sets")
+        fates = dict.fromkeys((*ignored, *nulls, *(p.origin.spelling for p in problems if p.origin)), "irrelevant")
+        fates |= dict.fromkeys((s.origin.spelling for s in read.settings), "sets")
     keys = dict.fromkeys((*written, *fates))
     keys |= dict.fromkeys(name for name in unknown | refused if not any(_is(key, name) for key in keys))
     keys.pop("", None)

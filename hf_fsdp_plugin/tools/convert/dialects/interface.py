@@ -339,7 +339,6 @@ class DialectReading(Collector):
         assert part is not None, "a config is given"
         self.defaults = part.family or self.defaults
         self.settings += part.settings
-        self.not_set += part.not_set
         self.problems += part.problems
         if isinstance(part, DialectReading):
             self.outcomes += part.outcomes

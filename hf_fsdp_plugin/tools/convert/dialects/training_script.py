@@ -63,7 +63,6 @@ def read_training(
     # The settings are inactive, because the config does not enable FSDP.
     others = [setting for setting in reading.settings if setting.name != "launch.distributed_type"]
     reading.settings = [replace(setting, inactive=True) for setting in others]
-    reading.not_set = [replace(setting, inactive=True) for setting in reading.not_set]
     reading.imply("launch.distributed_type", "NO", fsdp)
     reading.mentions_fsdp = False
 
@@ -89,7 +88,7 @@ def add_config_file(reading: DialectReading, entry: ConfigEntry) -> None:
     text = str(entry.value.value).strip()
     try:
         if text.startswith("{"):
-            _add_section(reading, parse_text(text, source=reading.source, is_json=True), entry.line)
+            _add_section(reading, parse_text(text, source=reading.source), entry.line)
         elif (file := find_file(reading, entry)) is not None:
             root = config_tree(file)
             if any(inner.key in _WHOLE_FILE for inner in root.value):
