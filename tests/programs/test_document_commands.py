@@ -95,7 +95,6 @@ FILES = {
 SITUATIONS: dict[str, dict[str, str | bytes]] = {
     "FSDP-E004": {"model.safetensors": b"0" * (2 << 20)},
     "FSDP-E005": {"fsdp16.yaml": FSDP.encode("utf-16")},
-    "FSDP-E075": {"evaluate.sh": "python evaluate.py --batch_size 4\n"},
     "FSDP-E481": {"model/notes.txt": "notes"},
     "FSDP-E487": {"run/checkpoint-20/fsdp_manifest.json": ""},
     "FSDP-E497": {f"run/checkpoint-{step}/pytorch_model_fsdp_0/__0_0.distcp": "" for step in (10, 20)},

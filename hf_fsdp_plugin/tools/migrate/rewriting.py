@@ -91,7 +91,7 @@ def migrate(file: ConfigFile, to: int | None = None) -> Migration:
 
 def _check_dialect(file: ConfigFile, reading: SourceSettings | None) -> None:
     """Raise ``SpecError`` if a file has no keys of FSDP. Of other programs, only the YAML of training scripts has."""
-    if isinstance(reading, DialectReading) and (file.is_script or not reading.dialect_of.own_script):
+    if isinstance(reading, DialectReading) and not reading.dialect_of.own_script:
         message = f"this is a config of {reading.dialect_of.title}, without the keys of FSDP."
         fix = "Convert it first: hf-fsdp convert prints a config for FSDP2, or with --fsdp_version 1 one for FSDP1."
         raise SpecError([Problem(code="FSDP-E788", message=message, fix=fix, origin=Origin(source=file.shown))])

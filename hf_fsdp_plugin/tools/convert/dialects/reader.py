@@ -8,16 +8,14 @@ from typing import Final
 
 from hf_fsdp_plugin.sources import accelerate_file
 from hf_fsdp_plugin.sources.interface import Sources, SourceSettings
-from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFileError
+from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFile, ConfigFileError
 from hf_fsdp_plugin.tools.convert.dialects import (
     accelerate,
     axolotl,
     deepspeed,
     distributed_config,
-    lightning,
     llama_factory,
     ms_swift,
-    shell_script,
     training_script,
 )
 from hf_fsdp_plugin.tools.convert.dialects.interface import ConfigDialect, DialectDocument, DialectReading, marked_by
@@ -28,9 +26,7 @@ _MODULES: Final = (
     axolotl,
     llama_factory,
     ms_swift,
-    lightning,
     distributed_config,
-    shell_script,
     training_script,
 )
 DIALECTS: Final[tuple[ConfigDialect, ...]] = tuple(module.DIALECT for module in _MODULES)
@@ -60,6 +56,8 @@ def _read_config(
     try:
         if sources.config is None:
             return None
+        if isinstance(sources.config, ConfigFile) and sources.config.is_script:
+            return accelerate_file.read(sources) if depth else None  # which refuses it
         document = DialectDocument.of(sources, script_arguments, converts=converts)
         dialect = _dialect_of(document)
         if depth > _MAX_DEPTH:
@@ -93,10 +91,6 @@ def _dialect_of(document: DialectDocument) -> ConfigDialect | None:
         found = {title: marks for title, marks in found.items() if title not in general}
     if len(found) > 1:
         raise _mixed(document, found)
-    if not known and document.is_script:
-        message = "the script has no command that starts a training."
-        fix = "Give a script with accelerate launch, torchrun, deepspeed, swift, trl, axolotl or llamafactory-cli."
-        raise ConfigFileError("FSDP-E075", message, fix, source=document.shown)
     return known[0] if known else None
 
 

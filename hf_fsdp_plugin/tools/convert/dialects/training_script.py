@@ -123,9 +123,14 @@ def include_deepspeed(
     text = str(entry.value.value)
     config = entry.value.plain() if entry.value.is_mapping else presets.get(text, text)
     is_content = isinstance(config, Mapping) or config.lstrip().startswith("{")
-    file = as_file(reading, entry, config) if is_content else find_file(reading, entry, presets)
-    if file is not None:
-        reading.include(file, arguments | reading.arguments)
+    if is_content:  # as a file, for messages and for its dialect
+        data = (config if isinstance(config, str) else json.dumps(config)).encode()
+        file = ConfigFile(path=Path(f"{entry.key}.json").absolute(), shown=f"{reading.source} {entry.key}", data=data)
+    elif (found := find_file(reading, entry, presets)) is not None:
+        file = found
+    else:
+        return
+    reading.include(file, arguments | reading.arguments)
 
 
 def load_presets() -> Mapping[str, Presets]:
@@ -133,18 +138,8 @@ def load_presets() -> Mapping[str, Presets]:
     return load_yaml("presets", yaml.SafeLoader)
 
 
-def as_file(reading: DialectReading, entry: ConfigEntry, config: Mapping[str, Any] | str) -> ConfigFile:
-    """Return a file with a config that is part of another file, for messages and for its dialect."""
-    folder = reading.document.file.path.parent if reading.document.file is not None else Path()
-    path = folder / f"{entry.key.strip('-')}.json"
-    text = config if isinstance(config, str) else json.dumps(config)
-    return ConfigFile(path=path, shown=f"{reading.source} {entry.key}", data=text.encode())
-
-
-def find_file(
-    reading: DialectReading, entry: ConfigEntry, names: Collection[str] = (), *, report: bool = True
-) -> ConfigFile | None:
-    """Return the file that an entry names; ``None`` if there is none, which is an error with `report`.
+def find_file(reading: DialectReading, entry: ConfigEntry, names: Collection[str] = ()) -> ConfigFile | None:
+    """Return the file that an entry names; ``None`` if there is none, which is reported as an error.
 
     Its path is relative to the working directory of a script: the present one, or a folder that contains the config.
 
@@ -157,13 +152,10 @@ def find_file(
     for candidate in (path, *(folder / path for folder in folders)):
         if os.path.isfile(candidate):  # false for a name that is too long, unlike Path.is_file
             return ConfigFile.at(candidate)
-    if report and "$" in text:
-        reading.report_unresolved(entry)
-    elif report:
-        message = f"{entry.key} names the file {text}, which does not exist."
-        fix = "Correct the path; it is relative to the working directory, or to a folder that contains the config."
-        nearest = nearest_word(text, list(names)) if "." not in text else ""
-        reading.report("FSDP-E001", entry, message, did_you_mean(nearest, fix))
+    message = f"{entry.key} names the file {text}, which does not exist."
+    fix = "Correct the path; it is relative to the working directory, or to a folder that contains the config."
+    nearest = nearest_word(text, list(names)) if "." not in text else ""
+    reading.report("FSDP-E001", entry, message, did_you_mean(nearest, fix))
     return None
 
 
