@@ -31,7 +31,6 @@ NOT_RUN: dict[str, str] = {
     r"hf-fsdp convert run/checkpoint-": "needs a checkpoint of DeepSpeed: tests/unit/cli/test_convert.py",
     r"hf-fsdp merge run/checkpoint-3-fsdp ": "needs a checkpoint of DeepSpeed: tests/gloo/test_deepspeed.py",
     r"hf-fsdp check .*--run": RANKS,
-    r"hf-fsdp migrate .*--prove": RANKS,
     r"(\S*/)?torchrun ": RANKS,
     r"(\S*/)?accelerate launch": RANKS,
     r"srun ": "needs Slurm",

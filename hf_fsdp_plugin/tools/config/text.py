@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -17,7 +17,6 @@ import yaml
 
 from hf_fsdp_plugin.axes import MODEL_AXES
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_value
 from hf_fsdp_plugin.vocabulary import BY_NAME, PREFIXES, TABLES, Scope, SettingRow, find_row, nearest_word, plain_key
@@ -134,22 +133,20 @@ def new_text(lines: Sequence[SettingLine], *, is_json: bool = False) -> str:
     return as_json(text) if is_json else text
 
 
-def changed_text(
-    text: str, lines: Sequence[SettingLine], unused: Collection[str], present: FsdpSpec, *, is_json: bool = False
-) -> str:
-    """Return the text of an existing file in which only settings with another value are changed.
+def changed_text(text: str, new: Sequence[SettingLine], unused: Collection[str], *, is_json: bool = False) -> str:
+    """Return the text of an existing file in which some settings are changed.
 
     Args:
-        lines: the settings that the file shall have.
+        new: the settings that have another value or another key.
         unused: canonical names whose keys are removed.
-        present: the settings that the file has.
     """
-    new = [line for line in lines if not (present.asked(line.name) and present.get(line.name) == line.means)]
     text, is_json = in_yaml(text, is_json=is_json)
     if not text:
         return new_text(new, is_json=is_json)
     if any(_changes(text, new, unused)):
-        text = edited(text, lambda block: _changes(block, new, unused))
+        newline = "\r\n" if "\r\n" in text else "\n"
+        text = in_block_style(text, _SECTIONS.values())
+        text = change_keys(text, *_changes(text, new, unused)).replace("\n", newline)
     return as_json(text) if is_json else text
 
 
@@ -161,13 +158,6 @@ def in_yaml(text: str, *, is_json: bool) -> tuple[str, bool]:
         tree = yaml.safe_load(text.replace("\t", " "))
         text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=1 << 20) if tree else ""
     return text, is_json
-
-
-def edited(text: str, changes: Callable[[str], Changes]) -> str:
-    """Return the text of a YAML file with the changes, which are computed when its sections have one line per key."""
-    newline = "\r\n" if "\r\n" in text else "\n"
-    text = in_block_style(text, _SECTIONS.values())
-    return change_keys(text, *changes(text)).replace("\n", newline)
 
 
 def rows_of(keys: Iterable[Key]) -> dict[Key, SettingRow]:
@@ -195,8 +185,12 @@ def _changes(text: str, new: Sequence[SettingLine], unused: Collection[str]) -> 
         if old is None:
             added.setdefault(line.section, []).append(line.text)
         else:
-            spelling = old.name if rows[old] == find_row(line.key, _SCOPES[line.section]) else line.key
-            replaced[old] = [old.indent + line_of(spelling, line.value, line.comment)]
+            spelling, end = (
+                old.name if rows[old] == find_row(line.key, _SCOPES[line.section]) else line.key,
+                old.value.end_mark,
+            )
+            behind = text.splitlines()[end.line][end.column :] if end.line == old.start and not line.comment else ""
+            replaced[old] = [old.indent + line_of(spelling, line.value, line.comment) + behind]
     return replaced, added
 
 

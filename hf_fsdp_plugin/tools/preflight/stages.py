@@ -64,13 +64,11 @@ class Options:
         folder: the temporary folder, which contains the files of the ranks.
         model: ``--model``.
         arguments: arguments of ``TrainingArguments``.
-        records_steps: whether the loss and the norm of the gradients of each step are recorded.
     """
 
     folder: str = ""
     model: str = ""
     arguments: Sequence[str] = ()
-    records_steps: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
@@ -84,7 +82,6 @@ class PreflightRecord:
         skipped: the stages that are not tested, with the reasons.
         problems: the problems of the failed stages, and warnings and notes.
         model: class and parameters of the model and of its clone.
-        steps: ``loss`` and ``grad_norm`` of each step of the first run.
     """
 
     running: str | None = None
@@ -93,7 +90,6 @@ class PreflightRecord:
     skipped: dict[str, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     model: dict[str, Any] = field(default_factory=dict)
-    steps: list[dict[str, float]] = field(default_factory=list)
 
 
 def read_records(folder: Path) -> list[PreflightRecord]:

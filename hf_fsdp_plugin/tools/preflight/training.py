@@ -51,7 +51,6 @@ class StageCallback(TrainerCallback):
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._is_first = preflight().phase == "first run"
-        self._records_steps = self._is_first and preflight().options.records_steps
         self.weights: dict[int, Weights] = {}
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -69,8 +68,6 @@ class StageCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         logs = kwargs.get("logs") or {}
-        if "loss" in logs and self._records_steps:
-            preflight().record.steps.append({name: float(logs[name]) for name in ("loss", "grad_norm") if name in logs})
         if "loss" in logs and control.should_evaluate:  # the Trainer evaluates right after it has logged the loss
             self._enter("evaluate")
         if "train_runtime" in logs and args.load_best_model_at_end and state.best_model_checkpoint is not None:
@@ -81,7 +78,7 @@ class StageCallback(TrainerCallback):
             preflight().enter(stage)
 
     def _control(self, args: Any, state: Any, control: Any, *, is_saved_step: bool) -> None:
-        control.should_log = is_saved_step or self._records_steps
+        control.should_log = is_saved_step
         control.should_evaluate = is_saved_step and args.eval_strategy != "no"
         control.should_save = is_saved_step and args.save_strategy != "no"
         control.should_training_stop |= state.global_step >= LAST_STEP
