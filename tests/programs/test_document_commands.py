@@ -100,8 +100,6 @@ SITUATIONS: dict[str, dict[str, str | bytes]] = {
     "FSDP-E498": {"run/checkpoint-20/trainer_state.json": '{"global_step": 20}'.ljust(65)},
     "FSDP-E720": {"llama/config.json": json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}})},
     "FSDP-E813": {"llama/config.json": json.dumps({**LLAMA, **THREE_HEADS})},
-    "FSDP-E833": {"plan.html": "pictures"},
-    "FSDP-E735": {"ds_zero3.json": json.dumps({"zero_optimization": {"stage": 3}})},
     "FSDP-E736": {"single.yaml": "distributed_type: 'NO'\n"},
     "FSDP-E766": {"axolotl.yaml": (GOOD / "axolotl_fsdp1.yaml").read_text()},
     "docs/dialects.md": {

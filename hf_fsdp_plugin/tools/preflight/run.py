@@ -113,8 +113,8 @@ def options_of(args: argparse.Namespace) -> stages.Options:
 
 def check_run_usage(args: argparse.Namespace, num_configs: int) -> None:
     """Raise ``UsageError`` if the usage of ``--run`` is wrong."""
-    if num_configs != 1 or args.fix or args.distributed_config:
-        raise UsageError("--run needs one config, and does not combine with --fix and --distributed-config.")
+    if num_configs != 1 or args.distributed_config:
+        raise UsageError("--run needs one config, and does not combine with --distributed-config.")
     if not args.model:
         raise UsageError("--run needs --model DIR|ID.")
     if not args.limit > 0:

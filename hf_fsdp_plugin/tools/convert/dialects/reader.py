@@ -11,25 +11,21 @@ from hf_fsdp_plugin.sources.interface import Sources, SourceSettings
 from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFile, ConfigFileError
 from hf_fsdp_plugin.tools.convert.dialects import (
     accelerate,
-    axolotl,
     deepspeed,
     distributed_config,
-    llama_factory,
-    ms_swift,
     training_script,
 )
 from hf_fsdp_plugin.tools.convert.dialects.interface import ConfigDialect, DialectDocument, DialectReading, marked_by
 
-_MODULES: Final = (
-    accelerate,
-    deepspeed,
-    axolotl,
-    llama_factory,
-    ms_swift,
-    distributed_config,
-    training_script,
+DIALECTS: Final[tuple[ConfigDialect, ...]] = (
+    accelerate.DIALECT,
+    deepspeed.DIALECT,
+    training_script.AXOLOTL,
+    training_script.LLAMA_FACTORY,
+    training_script.MS_SWIFT,
+    distributed_config.DIALECT,
+    training_script.TRAINING_SCRIPT,
 )
-DIALECTS: Final[tuple[ConfigDialect, ...]] = tuple(module.DIALECT for module in _MODULES)
 _MAX_DEPTH: Final = 4
 
 
