@@ -254,32 +254,21 @@ class ConfigFile:
         path: absolute path.
         shown: path as the user wrote it, for messages.
         data: the content, if it was read already, for example from stdin.
-        start: a line of the command or call in a script that is meant, if it has several of them.
     """
 
     path: Path
     shown: str
     data: bytes | None = None
-    start: int | None = None
 
     @classmethod
     def at(cls, path: str | os.PathLike[str]) -> ConfigFile:
-        """Return the file at `path`, relative to the current working directory. ``train.sh:12`` is a line of a file."""
-        found, start = Path(os.path.expanduser(path)).absolute(), None
-        name, _, line = found.name.rpartition(":")
-        if name and line.isdecimal() and not found.exists():
-            found, start = found.with_name(name), int(line)
-        return cls(path=found, shown=str(path).removesuffix(f":{start}"), start=start)
+        """Return the file at `path`, relative to the current working directory."""
+        return cls(path=Path(os.path.expanduser(path)).absolute(), shown=str(path))
 
     @property
     def is_script(self) -> bool:
         """Whether it is a script of a shell or of Python by its name."""
         return self.path.suffix.lower() in (".sh", ".bash", ".slurm", ".sbatch", ".py")
-
-    @property
-    def address(self) -> str:
-        """The absolute path, with the line: what :meth:`at` reads."""
-        return str(self.path) if self.start is None else f"{self.path}:{self.start}"
 
 
 def config_tree(file: ConfigFile | Mapping[str, Any]) -> Node:

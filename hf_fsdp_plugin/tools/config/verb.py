@@ -120,8 +120,9 @@ def _run(args: argparse.Namespace) -> int:
     if target.text is None or target.present is None:
         text = config_text.new_text(lines, is_json=target.is_json)
     else:
-        unused = questions.unused_settings(state, settings)
-        text = config_text.changed_text(target.text, lines, unused, target.present.spec, is_json=target.is_json)
+        unused, present = questions.unused_settings(state, settings), target.present.spec
+        new = [line for line in lines if not (present.asked(line.name) and present.get(line.name) == line.means)]
+        text = config_text.changed_text(target.text, new, unused, is_json=target.is_json)
     target = replace(target, new=text)
     checked = _check(target, lines)
     memory = conversation.predict_memory(state, checked.spec)

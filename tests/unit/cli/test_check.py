@@ -290,7 +290,7 @@ def test_default_file_is_read_without_a_config(capsys, tmp_path):
     assert code == 0 and result["settings"]["sharding.strategy"]["value"] == "shard_grad_op"
 
 
-@pytest.mark.parametrize("argv", ["", "check --frobnicate", "check --fix a b", "check --world-size 0", "check --set"])
+@pytest.mark.parametrize("argv", ["", "check --frobnicate", "check --world-size 0", "check --set"])
 def test_wrong_usage_exits_2(capsys, argv):
     assert main(argv.split()) == 2
     assert "Traceback" not in capsys.readouterr().err
