@@ -1,5 +1,5 @@
-"""Checkpoints: atomic writing, loading with any world size, verification of every byte, and merging.
+"""Checkpoints: atomic writing, loading with any world size, and verification of every byte.
 
-Only ``shards.py``, ``writing/`` and ``reading/`` import torch, so that ``hf-fsdp inspect``, ``verify`` and ``merge``
-start without it.
+Only ``shards.py``, ``writing/`` and ``reading/`` import torch, so that ``hf-fsdp inspect`` and ``verify`` start without
+it.
 """

@@ -137,7 +137,6 @@ def move_files(folder: Path, final: Path) -> None:
     final.mkdir(parents=True, exist_ok=True)
     before = readable_manifest(final)
     (final / file_names.MANIFEST_NAME).unlink(missing_ok=True)
-    (final / file_names.BLOCK_FILE).unlink(missing_ok=True)
     new = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     for relative in sorted(new, key=lambda path: path.name == file_names.MANIFEST_NAME):
         (final / relative).parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Files of checkpoints: reads and writes that bypass the page cache, syncs, hashes and JSON. Does not import torch.
+"""Files of checkpoints: writes that bypass the page cache, syncs, hashes and JSON. Does not import torch.
 
 A write through the page cache uses three to eight times as much CPU time as a direct write of the same bytes, and
 evicts other data from the cache.
@@ -9,16 +9,15 @@ from __future__ import annotations
 import errno
 import gc
 import json
-import mmap
 import os
 import stat
 import threading
 import weakref
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, Self
+from typing import Any, BinaryIO, Self
 
 import xxhash
 
@@ -26,7 +25,7 @@ from hf_fsdp_plugin.checkpoint.errors import refuse
 from hf_fsdp_plugin.state import process
 
 PAGE = 4096
-"""Alignment in bytes of direct reads and writes, in the file and in memory."""
+"""Alignment in bytes of direct writes, in the file and in memory."""
 DIRECT = getattr(os, "O_DIRECT", 0)
 UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EPERM)
 """Error numbers that file systems without direct I/O return."""
@@ -37,9 +36,6 @@ MAX_OPEN = 64
 """Maximum number of files that a reader keeps open. A checkpoint has more files than a process may open."""
 _MAX_METADATA = 2 << 30
 """Maximum size in bytes of a file that is read as a whole. ``.metadata`` of DCP has some 150 bytes for each chunk."""
-_LARGE = 1 << 20
-"""Minimum number of bytes of a read that bypasses the page cache: smaller ones profit from its readahead."""
-_ONLY_CACHED = getattr(os, "RWF_NOWAIT", 0)
 
 
 def round_up(size: int) -> int:
@@ -63,23 +59,17 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def open_regular(path: Path, flags: int = 0) -> int:
+def open_regular(path: Path) -> int:
     """Open a regular file for reading, and return its descriptor. Never waits for the writer of a pipe.
 
     Raises:
         OSError: the file cannot be opened, or is a folder, a pipe, a device or a socket.
     """
-    mode = os.stat(path).st_mode
-    if stat.S_ISREG(mode):  # opening some devices has an effect
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags)
-        mode = os.fstat(descriptor).st_mode
-        if stat.S_ISREG(mode):
-            return descriptor
-        os.close(descriptor)  # it was replaced after the check
-    raise OSError(errno.EINVAL, f"it is {_KINDS.get(stat.S_IFMT(mode), 'a device')}, not a file", str(path))
-
-
-_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return descriptor
 
 
 def open_for_reading(path: Path) -> BinaryIO:
@@ -135,44 +125,36 @@ def write_atomically(path: Path, *parts: bytes | str, preserve: bool = False) ->
 
 
 _NOT_OPEN, _NO_DIRECT = -2, -1
-"""Values of a direct descriptor: before its first use, and if the file system has no direct reads or writes."""
+"""Values of a direct descriptor: before its first use, and if the file system has no direct writes."""
 
 
-class _DirectFile:
-    """An open file, and a second descriptor that bypasses the page cache, which is opened on first use."""
-
-    def __init__(self, path: Path, descriptor: int, *, direct: bool) -> None:
-        self._path, self.descriptor = path, descriptor
-        self._direct = _NOT_OPEN if direct else _NO_DIRECT
-
-    def close(self) -> None:
-        os.close(self.descriptor)
-        self._use_page_cache()
-
-    def _use_page_cache(self) -> None:
-        """Use the page cache from now on, because the file system does not support direct reads or writes."""
-        if self._direct >= 0:
-            os.close(self._direct)
-        self._direct = _NO_DIRECT
-
-
-class OutputFile(_DirectFile):
+class OutputFile:
     """A file that is open for writing. Whole pages bypass the page cache if the file system supports that.
 
     Errors of the operating system contain the file name.
     """
 
-    def __init__(self, path: Path, *, truncate: bool = False) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if truncate else 0)
-        super().__init__(path, os.open(path, flags, 0o666), direct=bool(DIRECT))
+    def __init__(self, path: Path) -> None:
+        self._path, self._descriptor = path, os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+        self._direct = _NOT_OPEN if DIRECT else _NO_DIRECT
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+        self._use_page_cache()
+
+    def _use_page_cache(self) -> None:
+        """Use the page cache from now on, because the file system does not support direct writes."""
+        if self._direct >= 0:
+            os.close(self._direct)
+        self._direct = _NO_DIRECT
 
     def resize(self, size: int) -> None:
         with self._named_errors():
-            os.ftruncate(self.descriptor, size)
+            os.ftruncate(self._descriptor, size)
 
     def sync(self) -> None:
         with self._named_errors():
-            os.fsync(self.descriptor)
+            os.fsync(self._descriptor)
 
     def write(self, view: memoryview, offset: int) -> None:
         """Write ``view`` at byte ``offset``. Whole pages are written directly; their memory must be page-aligned."""
@@ -182,7 +164,7 @@ class OutputFile(_DirectFile):
                 with self._named_errors():
                     if direct and self._direct == _NOT_OPEN:
                         self._direct = os.open(self._path, os.O_WRONLY | DIRECT)
-                    count = os.pwrite(self._direct if direct else self.descriptor, view, offset)
+                    count = os.pwrite(self._direct if direct else self._descriptor, view, offset)
             except OSError as error:
                 if not direct or error.errno not in UNSUPPORTED:
                     raise
@@ -209,8 +191,7 @@ class InputFiles:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._open: OrderedDict[str, _InputFile] = OrderedDict()
-        self._block = memoryview(mmap.mmap(-1, MAX_SPAN))  # uses no memory until the first read
+        self._open: OrderedDict[str, int] = OrderedDict()
         weakref.finalize(self, _close_all, self._open)
 
     def __enter__(self) -> Self:
@@ -221,9 +202,9 @@ class InputFiles:
 
     def read(self, file: str, offset: int, out: memoryview) -> None:
         """Fill ``out`` from byte ``offset`` on. Raises ``CheckpointError`` if the file ends earlier."""
-        opened, position = self._opened(file), offset
+        descriptor, position = self.descriptor(file), offset
         while out:
-            count = opened.read(position, out)
+            count = os.preadv(descriptor, [out], position)
             if count == 0:
                 message = f"ends at byte {position:,}; {position + len(out):,} bytes were expected."
                 refuse("FSDP-E453", self._root / file, message)
@@ -231,57 +212,19 @@ class InputFiles:
 
     def descriptor(self, file: str) -> int:
         """Return the descriptor of a file. It may be closed when other files are opened: at most 64 stay open."""
-        return self._opened(file).descriptor
-
-    def _opened(self, file: str) -> _InputFile:
         if file in self._open:
             self._open.move_to_end(file)
         else:
             if len(self._open) == MAX_OPEN:
-                self._open.popitem(last=False)[1].close()
-            self._open[file] = _InputFile(self._root / file, self._block)
+                os.close(self._open.popitem(last=False)[1])
+            self._open[file] = open_regular(self._root / file)
         return self._open[file]
 
 
-def _close_all(files: dict[str, _InputFile]) -> None:
-    for file in files.values():
-        file.close()
+def _close_all(files: dict[str, int]) -> None:
+    for descriptor in files.values():
+        os.close(descriptor)
     files.clear()
-
-
-class _InputFile(_DirectFile):
-    """An open file. Large reads of bytes that are not in the page cache bypass it, since they are needed only once."""
-
-    def __init__(self, path: Path, block: memoryview) -> None:
-        super().__init__(path, open_regular(path), direct=bool(DIRECT and _ONLY_CACHED))
-        self._block = block
-
-    def read(self, offset: int, out: memoryview) -> int:
-        """Read some bytes into ``out`` and return their number, which is 0 only at the end of the file."""
-        if len(out) >= _LARGE and self._direct != _NO_DIRECT:
-            try:
-                try:
-                    count = os.preadv(self.descriptor, [out], offset, _ONLY_CACHED)
-                except BlockingIOError:  # the next page is not in the page cache
-                    count = self._read_directly(offset, out)
-                if count:
-                    return count
-            except OSError as error:
-                if error.errno not in UNSUPPORTED:
-                    raise
-                self._use_page_cache()
-        return os.preadv(self.descriptor, [out], offset)
-
-    def _read_directly(self, offset: int, out: memoryview) -> int:
-        """Read whole pages into aligned memory, and copy the requested bytes."""
-        if self._direct == _NOT_OPEN:
-            self._direct = open_regular(self._path, DIRECT)
-        skipped = offset % PAGE
-        wanted = round_up(skipped + len(out))
-        count = os.preadv(self._direct, [self._block[:wanted]], offset - skipped) - skipped
-        count = min(max(count, 0), len(out))
-        out[:count] = self._block[skipped : skipped + count]
-        return count
 
 
 HASH = "xxh3_128"
@@ -337,20 +280,6 @@ def hash_file(path: Path, start: int = 0, stop: int | None = None) -> str:
     return hasher.hexdigest()
 
 
-def parse_json(text: str | bytes, *, only_finite: bool = False) -> Any:
-    """Return the value of a JSON text.
-
-    Args:
-        only_finite: refuse ``NaN`` and ``Infinity``, which are not JSON.
-
-    Raises:
-        ValueError: it is not valid, or an object has a key twice.
-        RecursionError: it is nested too deeply.
-    """
-    constant = _refuse_constant if only_finite else None
-    return json.loads(text, object_pairs_hook=without_duplicates, parse_constant=constant)
-
-
 @contextmanager
 def without_collection() -> Iterator[None]:
     """Run a block, or a decorated function, that makes many objects, without the search for cycles among them.
@@ -373,16 +302,3 @@ def object_in(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return tree if isinstance(tree, dict) else {}
-
-
-def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object with these members. Raises ``ValueError`` if a key is there twice."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"duplicate key {key!r}")
-    return found
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")

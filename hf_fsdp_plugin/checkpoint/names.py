@@ -15,7 +15,7 @@ ACCELERATE_RUN: Final = "checkpoints"
 
 MANIFEST_NAME: Final = "fsdp_manifest.json"
 BLOCK_FILE: Final = "fsdp_manifest.hashes"
-"""The hashes of a checkpoint that are too many for its manifest."""
+"""The hashes of a large checkpoint of an earlier version. It is ignored."""
 TRAINER_STATE: Final = "trainer_state.json"
 TRAINER_SCHEDULE: Final = "scheduler.pt"
 TRAINER_OPTIMIZER: Final = "optimizer.pt"

@@ -77,10 +77,10 @@ class LocalShard:
 
     def like(self, name: str, local: torch.Tensor) -> LocalShard:
         """Return ``local``, which is laid out like this rank's memory of the tensor, as a shard."""
-        return replace(self, name=name, dtype=local.dtype, pieces=_pieces(local, self.boxes, self.start))
+        return replace(self, name=name, dtype=local.dtype, pieces=pieces_in(local, self.boxes, self.start))
 
 
-def _pieces(local: torch.Tensor, boxes: Iterable[Box], start: int | None = None) -> tuple[Piece, ...]:
+def pieces_in(local: torch.Tensor, boxes: Iterable[Box], start: int | None = None) -> tuple[Piece, ...]:
     """Return the boxes with their memory, which is one after the other in ``local``, from the element ``start`` on."""
     if not local.is_contiguous():  # one box of a DTensor with a different memory format
         assert start is None, "FSDP1 shards are contiguous"
@@ -141,7 +141,7 @@ def parameter_shards(model: nn.Module) -> ModelShards:
             *others, name = full_names(member.module, member.attribute)
             aliases.update(dict.fromkeys(others, name))
             shape, frozen, start = tuple(member.shape), not member.requires_grad, member.offset
-            pieces = _pieces(local, flat_range(shape, member.start, member.stop), start)
+            pieces = pieces_in(local, flat_range(shape, member.start, member.stop), start)
             shard = LocalShard(name, local.dtype, shape, pieces, replica, replicas, frozen, start)
             in_unit.append(shard)
             tensors[name] = shard
@@ -178,7 +178,7 @@ def _dtensor_shard(name: str, parameter: DTensor) -> LocalShard:
             replica = replica * mesh.size(axis) + mesh.get_local_rank(axis)
             replicas *= mesh.size(axis)
     box, local = Box(tuple(offsets), tuple(sizes)), local_tensor(parameter)
-    pieces = _pieces(local, [box] if box.numel else [])
+    pieces = pieces_in(local, [box] if box.numel else [])
     return LocalShard(name, local.dtype, tuple(parameter.shape), pieces, replica, replicas, not parameter.requires_grad)
 
 

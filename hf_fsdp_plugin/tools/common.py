@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:  # only the verbs that start ranks import these
     from hf_fsdp_plugin.sources.handover import LaunchHandover
     from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 
+Progress = Callable[[str, int, int], None]
+"""Progress callback: receives the step (``merge``, ``verify``), the bytes since the last call, and the total."""
 _GRACE: Final = 3.0
 """Seconds from a signal to SIGKILL for the ranks of :func:`run_job`."""
 
@@ -98,7 +101,9 @@ def run_job(
     """
     from hf_fsdp_plugin.launcher.rank_environment import RankJob, launch_env, rank_command
     from hf_fsdp_plugin.launcher.rendezvous import Rendezvous  # imports torch
-    from hf_fsdp_plugin.launcher.start_ranks import first_restarts, run_once
+    from hf_fsdp_plugin.launcher.start_ranks import run_once
+    from hf_fsdp_plugin.runs.restart_policy import Restarts
+    from hf_fsdp_plugin.spec.fsdp_spec import LaunchSection
 
     job = RankJob(
         command=rank_command(words),
@@ -107,4 +112,4 @@ def run_job(
         grace=_GRACE,
         should_stop=should_stop,
     )
-    return run_once(job, Rendezvous(first_restarts(0)))
+    return run_once(job, Rendezvous(LaunchSection(), replace(world, num_machines=1), Restarts()))

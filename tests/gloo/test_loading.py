@@ -185,8 +185,6 @@ def test_ranks_share_weights_and_results_are_equal(two_ranks: Ranks, tmp_path: P
         assert first["num_private"] == second["num_private"] == (family == "bert-mlm")
     observed = row(efficient[0]["report"])
     assert observed["status"] == "applied"
-    most = max(first, second, key=lambda memory: memory["private_bytes"])
-    assert family == "mixtral" or f" {most['num_mapped']} mapped from files" in observed["reason"]
     assert efficient[0]["steps"] == normal[0]["steps"]
     assert equal(efficient[0]["weights"], normal[0]["weights"])
     assert all(equal(efficient[rank]["buffers"], normal[rank]["buffers"]) for rank in (0, 1))

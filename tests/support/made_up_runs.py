@@ -250,14 +250,14 @@ def plan_resume(checkpoint: Path, shards: Any, rank: int, world: int) -> tuple[l
 
     model, optimizer = shards
     held, work = 0, []
-    stored_model = read_stored_model(checkpoint, partial=True)
+    stored_model = read_stored_model(checkpoint)
     files = files_of_checkpoint(checkpoint, stored_model, verify=True)
     with files:
         check_headers(files, stored_model, rank, world)
     for shard in model.tensors:
         work += [(files, transfer) for transfer in plan_transfers(stored_model.tensors[shard.name], shard.pieces)]
         held += shard.num_bytes
-    stored = read_stored_optimizer(checkpoint, partial=True)
+    stored = read_stored_optimizer(checkpoint)
     assert stored is not None
     files = files_of_checkpoint(checkpoint, stored, verify=True)
     with files:

@@ -9,7 +9,7 @@ import numpy
 import pytest
 from safetensors.numpy import load_file
 
-from hf_fsdp_plugin.checkpoint.merging.merge import Merged
+from hf_fsdp_plugin.tools.merge.merging import Merged
 from tests.support import saved
 
 MODEL = "pytorch_model_fsdp_0"

@@ -15,12 +15,11 @@ PACKAGE: Final = Path(hf_fsdp_plugin.__file__).parent
 _FILE = "a file of the package"
 _INSTALLED = "an installed library or Python"
 CACHES: Final = {
-    "checkpoint/formats/manifest.py: _parts_of": "its argument",
+    "contracts.py: _read_table": _FILE,
     "checkpoint/shards.py: replica_of_ranks": "its arguments",
     "checkpoint/writing/dcp_files.py: _frame": "its arguments and the installed torch",
     "hangs/python_stacks.py: _library_roots": _INSTALLED,
     "integrations/patching.py: _replacement": "a function of the package",
-    "torch_private/fsdp2.py: installed_behavior": _INSTALLED,
     "tools/convert/dialects/interface.py: load_table": _FILE,
     "tools/convert/dialects/interface.py: load_yaml": _FILE,
     "tools/convert/dialects/shell_script.py: _programs": _FILE,
@@ -50,7 +49,7 @@ UNCHANGED: Final = frozenset({
     *("bytes", "float", "frozenset", "fromkeys", "getattr", "int", "len", "range", "sorted", "str", "sum", "tuple"),
     *("MappingProxyType", "ParamSpec", "Path", "Struct", "TypeVar", "attrgetter", "compile", "get_args", "getLogger"),
     *("join", "load", "load_all", "maketrans", "partial", "read_text", "safe_load", "timedelta", "with_name"),
-    *("_integer", "_replace_if", "contracts_of", "import_target", "owns", "safetensors_file"),
+    *("_integer", "_replace_if", "contracts_of", "contracts_in", "import_target", "owns", "safetensors_file"),
 })  # fmt: skip
 """Functions of Python, libraries and this package whose results are not changed."""
 CHANGING: Final = frozenset(

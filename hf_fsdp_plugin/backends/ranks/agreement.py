@@ -166,19 +166,6 @@ def arrival_store() -> dist.Store:
     return dist.PrefixStore("hf_fsdp_arrivals", default_store())
 
 
-def place_store(store: dist.Store | None = None) -> dist.Store:
-    """Return the part of the store in which ranks that make no progress write where they are: JSON with ``place``.
-
-    Args:
-        store: a clone of the store of the process group, which is the default.
-    """
-    return dist.PrefixStore("hf_fsdp_places", default_store() if store is None else store)
-
-
-def place_key(rank: int) -> str:
-    return f"rank{rank}"
-
-
 def _has_other_ranks() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
 
@@ -300,18 +287,11 @@ class FirstCalls:
 
 def _describe(missing: Sequence[tuple[int, str]]) -> str:
     absent = [rank for rank, call in missing if not call]
-    places = [f"rank {rank} was {place}" for rank in absent[:3] if (place := _place_of(rank))]
     left = [rank for rank, call in missing if call == LEFT]
     other = [f"rank {rank} called {call}" for rank, call in missing if call and call != LEFT]
     parts = [f"{name_ranks(absent)} did not call it"] if absent else []
     parts += [f"{name_ranks(left)} did not call it and ended the script"] if left else []
-    return "; ".join([*parts, *places, *other[:3]])
-
-
-def _place_of(rank: int) -> str:
-    """Return where a rank has waited, if it has written that; see ``hangs.hang_queries``."""
-    store, key = place_store(), place_key(rank)
-    return str(json.loads(store.get(key))["place"]) if store.check([key]) else ""
+    return "; ".join([*parts, *other[:3]])
 
 
 class Round:

@@ -1,1 +1,1 @@
-"""Checks and summaries of checkpoints. Only the comparison of a checkpoint with a config imports torch."""
+"""Checks and summaries of checkpoints, and of the files of ``from_pretrained``. No torch."""

@@ -9,15 +9,16 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Iterator
+import zipfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from hf_fsdp_plugin.checkpoint import names as file_names
-from hf_fsdp_plugin.checkpoint.checking.trainer_state import check_trainer_state
+from hf_fsdp_plugin.checkpoint.checking.trainer_state import check_object
 from hf_fsdp_plugin.checkpoint.errors import problem
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, read_manifest
-from hf_fsdp_plugin.checkpoint.formats.torch_files import NotAnArchive, ZipEntry, is_archive, stored_entries
+from hf_fsdp_plugin.checkpoint.io import read_range
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.text import format_names, plural
 
@@ -120,33 +121,18 @@ def own_files(folder: Path) -> Iterator[Path]:
         yield from (Path(place) / name for name in files)
 
 
-def archive_entries(
-    path: Path, problems: list[Problem], fix: str, names_before: Callable[[int], list[str]] = lambda _: []
-) -> list[ZipEntry]:
-    """Return the entries of a file's archives; none for another file. Adds a problem if the file is damaged.
-
-    Args:
-        names_before: returns the names of the tensors that begin before a byte of the file.
-    """
-    try:
-        return list(stored_entries(path)) if is_archive(path) else []
-    except NotAnArchive as error:
-        lost = sorted(set(names_before(error.stop)))
-        contents = f"; they contain {format_names(lost, 3)}" if lost else ""
-        problems.append(problem("FSDP-E453", path, f"is truncated or damaged: {error}{contents}.", fix))
-    except OSError as error:
-        problems.append(problem("FSDP-E472", path, f"cannot be read: {error.strerror}.", fix))
-    return []
-
-
 def _archive_problems(folder: Path) -> list[Problem]:
-    """Return a problem for each empty or damaged file of ``torch.save`` next to the model."""
+    """Return a problem for each empty or truncated file of ``torch.save`` next to the model."""
     problems: list[Problem] = []
     for path in sorted(path for pattern in _ARCHIVES for path in folder.glob(pattern) if path.is_file()):
-        if path.stat().st_size == 0:
-            problems.append(problem("FSDP-E453", path, "is empty.", _RESUME_EARLIER))
-        else:
-            archive_entries(path, problems, _RESUME_EARLIER)
+        try:
+            if path.stat().st_size == 0:
+                problems.append(problem("FSDP-E453", path, "is empty.", _RESUME_EARLIER))
+            elif read_range(path, 0, 4) == b"PK\3\4" and not zipfile.is_zipfile(path):
+                message = "is truncated or damaged: it is not a complete zip archive."
+                problems.append(problem("FSDP-E453", path, message, _RESUME_EARLIER))
+        except OSError as error:
+            problems.append(problem("FSDP-E472", path, f"cannot be read: {error.strerror}.", _RESUME_EARLIER))
     return problems
 
 
@@ -156,7 +142,7 @@ def _last_file_problems(folder: Path) -> list[Problem]:
     try:
         if re.fullmatch(rf"{file_names.TRAINER_PREFIX}\d+", name):
             path.stat()
-            check_trainer_state(path)
+            check_object(path)
         elif re.fullmatch(rf"{file_names.ACCELERATE_PREFIX}\d+", name):
             path = folder / file_names.accelerate_rng_file(0)
             path.stat()

@@ -5,30 +5,25 @@ The Trainer skips what is missing without a message, and reads JSON without chec
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import json
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from hf_fsdp_plugin.checkpoint import names as file_names
-from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN, problem, refuse
+from hf_fsdp_plugin.checkpoint.errors import problem, refuse
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_optimizer
-from hf_fsdp_plugin.checkpoint.io import parse_json, read_file
+from hf_fsdp_plugin.checkpoint.io import read_file
 from hf_fsdp_plugin.problems import CheckpointError, Problem
-from hf_fsdp_plugin.text import format_names, printable
+from hf_fsdp_plugin.text import format_names
 
 _MODEL_ONLY: Final = ("optimizer state", "learning rate schedule", "random state")
 """What a checkpoint of ``save_only_model=True`` lacks."""
-_NUMBERS = (
-    "epoch", "max_steps", "logging_steps", "eval_steps", "save_steps", "train_batch_size", "num_train_epochs",
-    "best_metric", "best_global_step", "num_input_tokens_seen", "total_flos",
-)  # fmt: skip
 
 
-def check_trainer_checkpoint(checkpoint: Path, fields: Collection[str], *, model_only: bool) -> Problem | None:
+def check_trainer_checkpoint(checkpoint: Path, *, model_only: bool) -> Problem | None:
     """Check that a Trainer continues with everything that a checkpoint should contain.
 
     Args:
-        fields: names of the values in ``trainer_state.json`` that the installed version of Transformers knows.
         model_only: the run asks for checkpoints without optimizer, schedule and random state.
 
     Returns:
@@ -40,10 +35,10 @@ def check_trainer_checkpoint(checkpoint: Path, fields: Collection[str], *, model
     """
     config, state = checkpoint / "config.json", checkpoint / file_names.TRAINER_STATE
     if config.exists():
-        _object_in(config)
+        check_object(config)
     missing = _missing_states(checkpoint)
     if state.exists():
-        check_trainer_state(state, fields)
+        check_object(state)
     else:
         missing += (f"step of the Trainer ({file_names.TRAINER_STATE})",)
     if not missing:
@@ -61,30 +56,20 @@ _REMEDY: Final = (
 )
 
 
-def check_trainer_state(path: Path, fields: Collection[str] | None = None) -> None:
-    """Raise ``CheckpointError`` if ``trainer_state.json`` is damaged, or has values that a Trainer cannot use.
-
-    Args:
-        fields: as in :func:`check_trainer_checkpoint`; ``None`` to accept any.
-    """
-    state = _object_in(path)
-    _check_values(path, state, state.keys() if fields is None else fields)
-
-
 def _missing_states(checkpoint: Path) -> tuple[str, ...]:
     """Return what is missing, as regular files, of optimizer, schedule and random state."""
     found = (
-        read_stored_optimizer(checkpoint, partial=True) is not None,
+        read_stored_optimizer(checkpoint) is not None,
         (checkpoint / file_names.TRAINER_SCHEDULE).is_file(),
         any(path.is_file() for path in checkpoint.glob(f"{file_names.TRAINER_RNG}*.pth")),
     )
     return tuple(name for name, is_found in zip(_MODEL_ONLY, found, strict=True) if not is_found)
 
 
-def _object_in(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises ``CheckpointError`` if it is damaged."""
+def check_object(path: Path) -> None:
+    """Raise ``CheckpointError`` if a file is not a JSON object."""
     try:
-        tree = parse_json(read_file(path))
+        tree = json.loads(read_file(path))
     except CheckpointError:  # it is too large
         raise
     except OSError as error:
@@ -93,24 +78,3 @@ def _object_in(path: Path) -> dict[str, Any]:
         refuse("FSDP-E453", path, f"is not valid JSON: {error}.")
     if not isinstance(tree, dict):
         refuse("FSDP-E453", path, f"contains {tree!r:.40} instead of a JSON object.")
-    return tree
-
-
-def _check_values(path: Path, state: dict[str, Any], fields: Collection[str]) -> None:
-    """Raise ``CheckpointError`` for values that Transformers cannot use, or prints as they are."""
-    wrong = [f"{name!r} is unknown to the installed version of Transformers" for name in state.keys() - set(fields)]
-    step = state.get("global_step", 0)
-    if type(step) is not int or step < 0:
-        wrong.append(f"global_step is {step!r:.40} instead of a number of steps")
-    for name in _NUMBERS:
-        if type(value := state.get(name)) not in (int, float, type(None)):
-            wrong.append(f"{name} is {value!r:.40} instead of a number")
-    for name, kind in (("log_history", list), ("stateful_callbacks", dict)):
-        if not isinstance(value := state.get(name), kind | None):
-            wrong.append(f"{name} is {value!r:.40} instead of a {kind.__name__}")
-    best = state.get("best_model_checkpoint")
-    if best is not None and (not isinstance(best, str) or printable(best) != best):
-        wrong.append(f"best_model_checkpoint is {best!r:.80} instead of a path")
-    if wrong:
-        fix = f"{COPY_AGAIN} If another version of Transformers has written it, resume with that version."
-        raise CheckpointError([problem("FSDP-E418", path, f"{'; '.join(sorted(wrong))}.", fix)])

@@ -6,7 +6,6 @@ shards flat parameters and as files store tensors.
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -95,19 +94,17 @@ def element_span(strides: Iterable[int], shape: Iterable[int]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
-def strided_parts(strides: Sequence[int], shape: Sequence[int], limit: int, sparse: int = 0) -> Iterator[Box]:
-    """Yield the parts of a box of this shape that are each read at once, because few elements lie between theirs.
+def strided_parts(strides: Sequence[int], shape: Sequence[int], limit: int) -> Iterator[Box]:
+    """Yield the parts of a box of this shape that are each read at once.
 
     Args:
         strides: distance between neighbours in each dim, in elements of the file.
         limit: maximum number of elements of the file from the first to the last element of a part.
-        sparse: a part that spans more elements of the file needs at least a quarter of them; 0: it may need fewer.
     """
     left = [whole_box(shape)]
     while left:
         box = left.pop()
-        span = element_span(strides, box.sizes)
-        if span <= limit and (not sparse or span <= max(sparse, 4 * box.numel)):
+        if element_span(strides, box.sizes) <= limit:
             yield box
             continue
         dim = max((dim for dim, size in enumerate(box.sizes) if size > 1), key=lambda dim: strides[dim])
@@ -178,30 +175,5 @@ def flat_start(box: Box, shape: Sequence[int]) -> int | None:
 
 
 def count_uncovered(shape: Sequence[int], boxes: Iterable[Box]) -> int:
-    """Return the number of elements of the tensor that are in no box. Boxes may overlap or exceed the tensor."""
-    everything = whole_box(shape)
-    inside = {common for box in boxes if (common := intersect(box, everything)) is not None}
-    starts = [flat_start(box, shape) for box in inside]
-    if None in starts:
-        return everything.numel - _union([(box.offsets, box.sizes) for box in inside])
-    runs = sorted((start, start + box.numel) for start, box in zip(starts, inside, strict=True) if start is not None)
-    covered = end = 0
-    for start, stop in runs:
-        covered += max(0, stop - max(start, end))
-        end = max(end, stop)
-    return everything.numel - covered
-
-
-_Places = Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
-
-
-def _union(boxes: _Places) -> int:
-    """Return the number of elements in the union of boxes, slab by slab between their edges in the first dim."""
-    if not boxes or not boxes[0][0]:
-        return len(boxes[:1])
-    edges = sorted({edge for offsets, sizes in boxes for edge in (offsets[0], offsets[0] + sizes[0])})
-    covered = 0
-    for low, high in itertools.pairwise(edges):
-        crossing = {(o[1:], s[1:]) for o, s in boxes if o[0] <= low and high <= o[0] + s[0]}
-        covered += (high - low) * _union(list(crossing))
-    return covered
+    """Return the number of elements of the tensor that are in no box. The boxes are parts of it that do not overlap."""
+    return math.prod(shape) - sum(box.numel for box in boxes)

@@ -8,29 +8,27 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN, file_problems_inside, raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.formats import pickles, stored_tensors
-from hf_fsdp_plugin.checkpoint.formats.boxes import SIZES, Box, count_uncovered, element_span, intersect, is_within
-from hf_fsdp_plugin.checkpoint.formats.stored_tensors import PieceTable, StoredPiece, StoredState, StoredTensor
+from hf_fsdp_plugin.checkpoint.formats.boxes import SIZES, Box, element_span, is_within, row_major, whole_box
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import (
+    StatePath,
+    StoredPiece,
+    StoredState,
+    StoredTensor,
+    without_replicas,
+)
 from hf_fsdp_plugin.checkpoint.formats.torch_files import TensorZips
 from hf_fsdp_plugin.checkpoint.io import InputFiles, read_file, without_collection
 from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, DCP_SUFFIX, FSDP_MODEL, OPTIMIZER, numbered_name
 
-MAX_EAGER = 5_000
-"""Maximum number of archives of a folder whose headers are all read, and checked, at once."""
-
 
 def read_state(root: Path, stem: str, number: int) -> StoredState | None:
-    """Return the entries of a model or an optimizer; a model's may be below ``model`` or at the top.
-
-    The pieces of the tensors of large folders are read when they are needed; then ``files`` are only those that were
-    read.
-    """
+    """Return the entries of a model or an optimizer; a model's may be below ``model`` or at the top."""
     folder = _folder(root, numbered_name(stem, number))
     if folder is None:
         return None
@@ -65,82 +63,62 @@ def _prefix(root: Path, folder: Path) -> str:
 def _read_metadata(root: Path, folder: Path) -> StoredState:
     place = folder / DCP_METADATA
     metadata = pickles.read_pickle(read_file(place), place)
+    archives = _Archives(root)
     try:
-        entries = _parse_metadata(metadata)
+        entries = _parse_metadata(metadata, _prefix(root, folder), archives)
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
         message = f"is not in the form that torch.distributed.checkpoint writes ({type(error).__name__}: {error})."
         refuse("FSDP-E453", place, message)
-    is_large = sum(len(entry.archives) for entry in entries) > MAX_EAGER
-    values: dict[stored_tensors.StatePath, Any] = {}
-    with _Zips(root, folder, place) as zips:
-        files = zips.read_all(entry for entry in entries if not (is_large and entry.dtype))
-        for entry in entries:
-            if entry.dtype:
-                pieces = _PiecesInZips(zips, entry, entries) if is_large else zips.pieces(entry)
-                values[entry.path] = StoredTensor(str(entry.path[-1]), entry.dtype, entry.shape, pieces)
-            else:
-                values[entry.path] = zips.value(entry.path, entry.archives[0])
+    _check_files(folder, place, metadata)
+    objects = {path: value for path, value in entries.items() if isinstance(value, StoredPiece)}
+    values = entries | {path: archives.value(path, piece) for path, piece in objects.items()}
+    files = sorted({piece.file for piece in objects.values()})
     return StoredState(values, (place.relative_to(root).as_posix(), *files), place)
 
 
-class ArchivePlace(NamedTuple):
-    """The bytes of a file that contain the archive of one entry."""
-
-    file: str
-    start: int
-    length: int
-
-
-class _Entry(NamedTuple):
-    """One entry of the state dict: its boxes, and the archive of each box; an object has no boxes and no dtype."""
-
-    path: stored_tensors.StatePath
-    dtype: str
-    shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
-    archives: tuple[ArchivePlace, ...]
-
-
-def _parse_metadata(metadata: Any) -> list[_Entry]:
-    """Return the entries. Can raise any exception for an object that DCP does not write."""
+def _parse_metadata(metadata: Any, prefix: str, archives: _Archives) -> dict[StatePath, StoredTensor | StoredPiece]:
+    """Return the tensors, and the archives of other entries. Can raise any exception for what DCP does not write."""
     if not isinstance(metadata, pickles.Metadata):
         raise TypeError(f"a {type(metadata).__name__} instead of Metadata")
     stored = {}
     for key, place in metadata.storage_data.items():
+        if getattr(place, "transform_descriptors", None):
+            raise ValueError(f"its bytes are transformed by {reprlib.repr(place.transform_descriptors)}")
         offset = getattr(key, "offset", None)
-        stored[_text(key.fqn), None if offset is None else _numbers(offset)] = _archive_place(place)
+        stored[key.fqn, None if offset is None else _numbers(offset)] = place
     paths = getattr(metadata, "planner_data", None) or {}
-    entries = []
+
+    def piece(name: str, box: Box | None) -> StoredPiece:
+        place = stored[name, None if box is None else box.offsets]
+        start, length = _numbers((place.offset, place.length))
+        box = whole_box(()) if box is None else box
+        return StoredPiece(box, prefix + place.relative_path, start, row_major(box.sizes), length)
+
+    entries: dict[StatePath, StoredTensor | StoredPiece] = {}
     for name, entry in metadata.state_dict_metadata.items():
-        path = _path_of(_text(name), paths)
+        path = _path_of(name, paths)
         if isinstance(entry, pickles.BytesMetadata):
-            entries.append(_Entry(path, "", (), (), (stored[name, None],)))
-        elif isinstance(entry, pickles.TensorMetadata):
-            boxes = tuple(Box(_numbers(chunk.offsets), _numbers(chunk.sizes)) for chunk in entry.chunks)
-            archives = tuple(stored[name, box.offsets] for box in boxes)
-            shape = _numbers(entry.size)
-            if _text(entry.properties.dtype) not in SIZES or not all(is_within(box, shape) for box in boxes):
-                raise ValueError(f"entry {name!r}: {boxes} of {entry.properties.dtype} {shape}")
-            entries.append(_Entry(path, entry.properties.dtype, shape, boxes, archives))
-        else:
-            raise TypeError(f"entry {name!r} is a {type(entry).__name__}")
+            entries[path] = piece(name, None)
+            continue
+        dtype, shape = entry.properties.dtype, _numbers(entry.size)
+        boxes = [Box(_numbers(chunk.offsets), _numbers(chunk.sizes)) for chunk in entry.chunks]
+        if dtype not in SIZES or not all(is_within(box, shape) for box in boxes):
+            raise ValueError(f"entry {name!r}: {boxes} of {dtype} {shape}")
+        pieces = without_replicas([piece(name, box) for box in boxes])
+        entries[path] = StoredTensor(str(path[-1]), dtype, shape, pieces, archives.opened)
     return entries
 
 
-def _text(value: Any) -> str:
-    """Return a name, checked: hashing and printing other objects of a hostile pickle could take very long."""
-    if not isinstance(value, str):
-        raise TypeError(f"a {type(value).__name__} instead of a name")
-    return value
-
-
-def _archive_place(value: Any) -> ArchivePlace:
-    if not isinstance(value, pickles.Region):
-        raise TypeError(f"a {type(value).__name__} instead of _StorageInfo")
-    if getattr(value, "transform_descriptors", None):
-        raise ValueError(f"its bytes are transformed by {reprlib.repr(value.transform_descriptors)}")
-    (start, length) = _numbers((value.offset, value.length))
-    return ArchivePlace(_text(value.relative_path), start, length)
+def _check_files(folder: Path, place: Path, metadata: pickles.Metadata) -> None:
+    """Check that the files exist, and that they contain all archives."""
+    stops: dict[str, int] = {}
+    for region in metadata.storage_data.values():
+        stops[region.relative_path] = max(stops.get(region.relative_path, 0), region.offset + region.length)
+    raise_if_any(file_problems_inside(folder, stops, place))
+    for file, stop in stops.items():
+        if (size := (folder / file).stat().st_size) < stop:
+            message = f"has {size} bytes, but {DCP_METADATA} refers to bytes up to {stop}."
+            refuse("FSDP-E453", folder / file, message)
 
 
 def _numbers(values: Any) -> tuple[int, ...]:
@@ -151,7 +129,7 @@ def _numbers(values: Any) -> tuple[int, ...]:
     return numbers
 
 
-def _path_of(name: str, paths: Mapping[Any, Any]) -> stored_tensors.StatePath:
+def _path_of(name: str, paths: Mapping[Any, Any]) -> StatePath:
     """Return the path of an entry. Without one in the metadata, it is the top key and the rest of the name."""
     top, _, rest = name.partition(".")
     path = paths.get(name) or ((top, rest) if top in ("model", "optimizer") and rest else (name,))
@@ -160,110 +138,36 @@ def _path_of(name: str, paths: Mapping[Any, Any]) -> stored_tensors.StatePath:
     return tuple(path)
 
 
-class _Zips(InputFiles):
-    """Reads the headers of the archives in a folder's files, which stay open until the end of the block.
+class _Archives:
+    """Reads the archives in the files of a checkpoint. The files stay open for the next tensor."""
 
-    Args:
-        place: the file that refers to the archives, for messages.
-    """
+    def __init__(self, root: Path) -> None:
+        self._root, self._files, self._zips = root, InputFiles(root), TensorZips()
 
-    def __init__(self, root: Path, folder: Path, place: Path) -> None:
-        super().__init__(folder)
-        self._folder, self._place = folder, place
-        self._prefix = _prefix(root, folder)
-        self._sizes: dict[str, int] = {}
-        self._archives = TensorZips()
-        self._pieces: dict[tuple[stored_tensors.StatePath, int], StoredPiece] = {}
-
-    def read_all(self, entries: Iterable[_Entry]) -> list[str]:
-        """Read all pieces, one file after the other. Return the files, relative to the checkpoint."""
-        found = [(each.file, entry, number) for entry in entries for number, each in enumerate(entry.archives)]
-        self._check_files({file for file, _, _ in found})
-        for _, entry, number in sorted(found, key=itemgetter(0)):
-            if entry.dtype:
-                self._piece(entry, number)
-        return sorted({self._prefix + file for file, _, _ in found})
-
-    def pieces(self, entry: _Entry, numbers: Iterable[int] | None = None) -> tuple[StoredPiece, ...]:
-        """Return the pieces with these numbers, or all, without replicas."""
-        numbers = range(len(entry.archives)) if numbers is None else numbers
-        return stored_tensors.without_replicas([self._piece(entry, number) for number in numbers])
-
-    def value(self, path: stored_tensors.StatePath, archive: ArchivePlace) -> Any:
+    def value(self, path: StatePath, piece: StoredPiece) -> Any:
         """Return an entry that ``.metadata`` does not describe: an object, or a tensor."""
-        value, offset = self._read_archive(archive)
+        value, offset = self._read(piece)
         if not isinstance(value, pickles.PickledTensor):
             return value
-        file = self._prefix + archive.file
-        return stored_tensors.tensor_in_file(str(path[-1]), value.dtype, value.shape, file, offset, value.strides)
+        return stored_tensors.tensor_in_file(str(path[-1]), value.dtype, value.shape, piece.file, offset, value.strides)
 
-    def _piece(self, entry: _Entry, number: int) -> StoredPiece:
-        if (entry.path, number) not in self._pieces:
-            box, archive = entry.boxes[number], entry.archives[number]
-            tensor, offset = self._read_archive(archive)
-            found = type(tensor).__name__
-            if isinstance(tensor, pickles.PickledTensor):
-                found = f"{tensor.dtype} {tensor.shape}"
-                # torch copies a tensor whose elements are not adjacent. Smaller strides would be read unnoticed.
-                if 0 not in tensor.shape and element_span(tensor.strides, tensor.shape) != math.prod(tensor.shape):
-                    found = f"{found} with the strides {tensor.strides}"
-            if found != f"{entry.dtype} {box.sizes}":
-                name = stored_tensors.entry_name(entry.path)
-                expected = f"{DCP_METADATA} expects {entry.dtype} {box.sizes} of {name!r} there"
-                message = f"contains {found} at byte {archive.start}, but {expected}."
-                fix = f"The files are of different checkpoints. {COPY_AGAIN}"
-                refuse("FSDP-E459", self._folder / archive.file, message, fix)
-            self._pieces[entry.path, number] = StoredPiece(box, self._prefix + archive.file, offset, tensor.strides)
-        return self._pieces[entry.path, number]
+    def opened(self, expected: StoredTensor, piece: StoredPiece) -> StoredPiece:
+        """Return a piece with the place of its elements. Checks that the archive contains a tensor of its box."""
+        tensor, offset = self._read(piece)
+        found = type(tensor).__name__
+        if isinstance(tensor, pickles.PickledTensor):
+            found = f"{tensor.dtype} {tensor.shape}"
+            # torch copies a tensor whose elements are not adjacent. Smaller strides would be read unnoticed.
+            if 0 not in tensor.shape and element_span(tensor.strides, tensor.shape) != math.prod(tensor.shape):
+                found = f"{found} with the strides {tensor.strides}"
+        if found != f"{expected.dtype} {piece.box.sizes}":
+            wanted = f"{DCP_METADATA} expects {expected.dtype} {piece.box.sizes} of {expected.name!r} there"
+            message = f"contains {found} at byte {piece.offset}, but {wanted}."
+            fix = f"The files are of different checkpoints. {COPY_AGAIN}"
+            refuse("FSDP-E459", self._root / piece.file, message, fix)
+        return piece._replace(offset=offset, strides=tensor.strides, archive=0)
 
-    def _read_archive(self, place: ArchivePlace) -> tuple[Any, int]:
+    def _read(self, piece: StoredPiece) -> tuple[Any, int]:
         """Return the saved object, and the byte offset of its first element in the file."""
-        self.check([place])
-        return self._archives.read(self.descriptor(place.file), place.start, place.length, self._folder / place.file)
-
-    def files(self, entry: _Entry) -> set[str]:
-        """Return the files of an entry, relative to the checkpoint."""
-        return {self._prefix + archive.file for archive in entry.archives}
-
-    def check(self, archives: Sequence[ArchivePlace]) -> None:
-        """Check that the files of the archives exist, and that they contain them."""
-        self._check_files({archive.file for archive in archives})
-        for file, start, length in archives:
-            if start + length > self._sizes[file]:
-                message = f"has {self._sizes[file]} bytes, but {DCP_METADATA} refers to bytes {start} to"
-                refuse("FSDP-E453", self._folder / file, f"{message} {start + length}.")
-
-    def _check_files(self, files: set[str]) -> None:
-        if new := sorted(files - self._sizes.keys()):
-            raise_if_any(file_problems_inside(self._folder, new, self._place))
-            self._sizes |= {file: (self._folder / file).stat().st_size for file in new}
-
-
-class _PiecesInZips(PieceTable):
-    """The pieces of a tensor of a large folder. The header of an archive is read when it is needed."""
-
-    def __init__(self, zips: _Zips, entry: _Entry, entries: Sequence[_Entry]) -> None:
-        self._zips, self._entry, self._entries = zips, entry, entries
-
-    def within(self, box: Box) -> Sequence[StoredPiece]:
-        numbers = [number for number, own in enumerate(self._entry.boxes) if intersect(box, own) is not None]
-        try:  # the files stay open for the next tensor
-            return self._zips.pieces(self._entry, numbers)
-        except BaseException:
-            self._zips.__exit__()
-            raise
-
-    def load(self) -> tuple[StoredPiece, ...]:
-        with self._zips:
-            self._zips.read_all(self._entries)  # the entries of all tensors, because a file has pieces of many
-            return self._zips.pieces(self._entry)
-
-    def uncovered(self, shape: Sequence[int]) -> int:
-        self._zips.check(self._entry.archives)
-        return count_uncovered(shape, self._entry.boxes)
-
-    def files(self) -> set[str]:
-        return self._zips.files(self._entry)
-
-    def key(self) -> Hashable:
-        return frozenset(self._entry.archives)
+        place = self._root / piece.file
+        return self._zips.read(self._files.descriptor(piece.file), piece.offset, piece.archive, place)

@@ -99,13 +99,12 @@ def stored_state_dict_type(checkpoint: Path) -> StateDictKind | None:
     return None
 
 
-def read_stored_model(checkpoint: Path, number: int = 0, *, partial: bool = False) -> StoredModel:
+def read_stored_model(checkpoint: Path, number: int = 0) -> StoredModel:
     """Return the model of a checkpoint, in the first format found.
 
     Args:
         checkpoint: a checkpoint's folder, its ``pytorch_model_fsdp_{number}``, or a Hugging Face folder.
         number: index of the model, for runs that train several models.
-        partial: the caller needs a part of the elements: what is not needed may be missing or damaged.
 
     Raises:
         CheckpointError: there is no model, or it is incomplete, damaged or unsafe to read.
@@ -113,17 +112,14 @@ def read_stored_model(checkpoint: Path, number: int = 0, *, partial: bool = Fals
     with _os_errors_as_problems(checkpoint):
         for form in FORMATS:
             if (state := form.read(checkpoint, file_names.FSDP_MODEL, number)) is not None:
-                return state.checked(state.as_model(checkpoint, form.name), partial=partial)
+                return state.checked(state.as_model(checkpoint, form.name))
     patterns = dict.fromkeys(pattern for form in FORMATS for pattern in form.patterns(number))
     message = f"does not contain the weights of a model; none of these files exists: {', '.join(patterns)}."
     refuse("FSDP-E451", checkpoint, message, "Give the folder of a checkpoint or of a saved model.")
 
 
-def read_stored_optimizer(checkpoint: Path, number: int = 0, *, partial: bool = False) -> StoredOptimizer | None:
+def read_stored_optimizer(checkpoint: Path, number: int = 0) -> StoredOptimizer | None:
     """Return the optimizer of a checkpoint (or of its ``optimizer_{number}``), or ``None`` if there is none.
-
-    Args:
-        partial: as in :func:`read_stored_model`.
 
     Raises:
         CheckpointError: the folder does not exist, or the optimizer is incomplete, damaged or unsafe to read.
@@ -131,7 +127,7 @@ def read_stored_optimizer(checkpoint: Path, number: int = 0, *, partial: bool = 
     with _os_errors_as_problems(checkpoint):
         for form in FORMATS:
             if (state := form.read(checkpoint, file_names.OPTIMIZER, number)) is not None:
-                return state.checked(state.as_optimizer(checkpoint, form.name), partial=partial)
+                return state.checked(state.as_optimizer(checkpoint, form.name))
     return None
 
 

@@ -1,14 +1,7 @@
-"""A reader of torch's pickles that does not import torch. ``ALLOWED`` lists the names that a pickle may contain.
+"""An unpickler for torch's pickles that does not import torch. ``ALLOWED`` lists the names that a pickle may contain.
 
-Python's unpickler calls what a pickle refers to, and a pickle of a few bytes can exhaust its memory, time or stack:
-
-- Python hashes a key of a dict by visiting each tuple in it as often as it occurs. 60 tuples, each of which contains
-  the previous one twice, take 2^60 visits; a million tuples inside each other overflow the stack.
-- A call that copies a list, again and again, takes more memory than the file has bytes.
-
-:class:`_Reader` checks these instructions before Python's unpickler executes them, and counts the steps. Classes and
-functions of torch are never called: each is replaced by a stand-in from this file, which only stores its arguments. A
-pickle is rejected if it contains any other name, or arguments that a stand-in does not accept.
+Classes and functions of torch are never called: each is replaced by a stand-in from this file, which only stores its
+arguments. A pickle with any other name is refused.
 """
 
 from __future__ import annotations
@@ -16,12 +9,9 @@ from __future__ import annotations
 import io
 import pickle
 import reprlib
-from collections.abc import Callable, Iterable
-from functools import partial
-from itertools import chain, islice
+from collections import OrderedDict
 from pathlib import Path
-from types import FunctionType
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_fsdp_plugin.checkpoint.errors import refuse
 from hf_fsdp_plugin.checkpoint.formats.boxes import SIZES
@@ -137,8 +127,6 @@ def _from_type(_function: Any, kind: Any, arguments: Any, state: Any) -> Any:
     """Stand-in for the function that rebuilds a subclass of ``Tensor``, or a ``Tensor`` with attributes."""
     if isinstance(kind, str):
         return Distributed(kind, state)
-    if type(arguments) is not tuple or not isinstance(_function, FunctionType):
-        raise pickle.UnpicklingError(f"a call of {type(_function).__name__} with a {type(arguments).__name__}")
     return _function(*arguments)
 
 
@@ -154,27 +142,6 @@ def _latin(text: str, encoding: str = "latin1") -> bytes:
     return text.encode("latin1")
 
 
-def _size(numbers: Any = ()) -> tuple[int, ...]:
-    """Stand-in for ``torch.Size``."""
-    if not isinstance(numbers, (list, tuple)) or not all(type(number) is int for number in numbers):
-        raise pickle.UnpicklingError("a size of other values than integers")
-    return tuple(numbers)
-
-
-_COPIED = (str, bytes, bytearray, list, dict, set)
-"""Types that a call may copy, apart from tuples."""
-_CONTAINERS = (tuple, list, dict, set, frozenset, Kept)
-_HASHED = (tuple, frozenset)
-"""Types that can be hashed and whose objects can contain each other."""
-MAX_TUPLE = 10_000
-"""Maximum number of values in a tuple, in all tuples inside it. Those of checkpoints have less than 100."""
-_FREE_STEPS = 1_000_000
-_STEPS_PER_BYTE = 4
-"""Maximum number of values that are visited or copied: a number for every file, and more for each of its bytes."""
-_MAX_DEPTH = 100
-"""Maximum number of containers inside of each other. Those of checkpoints have some 10."""
-_MAX_PICKLES = 5
-"""Number of pickles in a file of torch before 1.6, which has no archive."""
 _STORAGES = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
     "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
@@ -182,8 +149,7 @@ _STORAGES = {
     "ComplexDoubleStorage": "complex128",
 }  # fmt: skip
 
-# Protocol 2 calls ``bytes()`` for empty bytes, and ``OrderedDict()`` before it adds items. With arguments, ``bytes(n)``
-# would allocate ``n`` bytes, and ``OrderedDict(list)`` would hash keys that are not counted.
+# Protocol 2 calls ``bytes()`` for empty bytes.
 _BUILTINS = {"set": set, "frozenset": frozenset, "complex": complex, "getattr": _attribute, "bytes": lambda: b""}
 _PATHS = dict.fromkeys(("PosixPath", "WindowsPath", "PurePosixPath"), lambda *parts: "/".join(parts))
 _DCP = "torch.distributed.checkpoint"
@@ -191,11 +157,11 @@ _SHARDED = "torch.distributed._shard"
 _TENSOR = "torch.distributed.tensor"
 
 ALLOWED: dict[str, dict[str, Any]] = {
-    "collections": {"OrderedDict": lambda: {}},
+    "collections": {"OrderedDict": OrderedDict},
     **dict.fromkeys(("builtins", "__builtin__"), _BUILTINS),
     "_codecs": {"encode": _latin},
     **dict.fromkeys(("pathlib", "pathlib._local"), _PATHS),
-    "torch": {**{dtype: dtype for dtype in SIZES}, **_STORAGES, "Size": _size, "device": _first, "Tensor": Kept},
+    "torch": {**{dtype: dtype for dtype in SIZES}, **_STORAGES, "Size": tuple, "device": _first, "Tensor": Kept},
     "torch.storage": {"UntypedStorage": "uint8"},
     "torch.nn.parameter": {"Parameter": Kept, "Buffer": Kept},
     "torch.serialization": {"_get_layout": _first},
@@ -252,181 +218,17 @@ class _RefusedName(Exception):
     """A pickle contains a name that is not in ``ALLOWED``."""
 
 
-class _Excess(Exception):
-    """The pickle exhausts memory, time or the stack; the text is the reason."""
-
-
-class _Reader(pickle._Unpickler):
-    """Python's unpickler, with the names of ``ALLOWED``, and with checks before it hashes, copies, calls or fills.
-
-    It is the unpickler in Python, whose instructions can be replaced one by one. The one in C has no place for checks.
-
-    Args:
-        num_bytes: size of the pickle, which limits the number of values that are visited or copied.
-        scan: only count. No name is refused, and calls return an unknown object.
-    """
-
-    if TYPE_CHECKING:
-        stack: list[Any]
-        metastack: list[list[Any]]
-        append: Callable[[Any], None]
-        pop_mark: Callable[[], list[Any]]
-
-    def __init__(self, file: io.BytesIO, num_bytes: int, *, scan: bool = False) -> None:
-        super().__init__(file)
-        self._file = file
-        self._steps_left, self._scan = _FREE_STEPS + _STEPS_PER_BYTE * num_bytes, scan
-
-    def load(self) -> Any:
-        """Return the pickled object. Reads from the file without the buffer for frames, which takes a third longer."""
-        read = self.read = self._file.read
-        self.readline, self.readinto = self._file.readline, self._file.readinto
-        self.metastack, self.stack, self.proto = [], [], 0
-        self.append = self.stack.append
-        dispatch = self.dispatch
-        try:
-            while code := read(1):
-                dispatch[code[0]](self)
-        except pickle._Stop as end:  # type: ignore[attr-defined]
-            return end.value
-        raise EOFError("the pickle has no end")
-
+class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if self._scan:
-            return Kept
         if name not in ALLOWED.get(module, ()):
             raise _RefusedName(f"{module}.{name}")
         return ALLOWED[module][name]
 
     def persistent_load(self, reference: Any) -> PickledStorage:
-        kind, dtype, key, *_ = ("storage", "", "") if self._scan else reference
+        kind, dtype, key, *_ = reference
         if kind != "storage" or not isinstance(dtype, str) or not isinstance(key, str):
             raise pickle.UnpicklingError("a reference to something else than a storage")
         return PickledStorage(key, dtype)
-
-    def _count(self, num_steps: int) -> None:
-        self._steps_left -= num_steps
-        if self._steps_left < 0:
-            raise _Excess("keys or copies of the same parts again and again")
-
-    def _count_visits(self, values: Iterable[Any]) -> None:
-        """Count what Python visits when it hashes each of these values."""
-        for value in values:
-            if isinstance(value, _HASHED):
-                count = _num_visits(value, MAX_TUPLE, _HASHED)
-                if count is None:
-                    reason = f"a tuple of more than {MAX_TUPLE:,} values, or {_MAX_DEPTH} tuples inside each other"
-                    raise _Excess(reason)
-                self._count(count)
-
-    def _fill(self, kind: type[Any], count: int | None = None) -> None:
-        """Add the last ``count`` objects, or all after the last mark, to the container before them.
-
-        A scan does not know the container if a call has returned it.
-        """
-        items = self.pop_mark() if count is None else [self.stack.pop() for _ in range(count)][::-1]
-        self._count_visits(items if kind is set else items[::2] if kind is dict else ())
-        target = self.stack[-1]
-        if not isinstance(target, kind):
-            if not self._scan:
-                raise pickle.UnpicklingError(f"items of a {type(target).__name__}")
-        elif isinstance(target, list):
-            target.extend(items)
-        else:
-            target.update(items if kind is set else zip(items[::2], items[1::2], strict=True))
-
-    def _make_dict(self) -> None:
-        items = self.pop_mark()
-        self._count_visits(items[::2])
-        self.append(dict(zip(items[::2], items[1::2], strict=True)))
-
-    def _make_frozenset(self) -> None:
-        items = self.pop_mark()
-        self._count_visits(items)
-        self.append(frozenset(items))
-
-    def _call(self) -> None:
-        """Call a function or a class; the pickle has both as an instruction."""
-        arguments, function = self.stack.pop(), self.stack.pop()
-        if type(arguments) is not tuple:
-            raise pickle.UnpicklingError(f"arguments in a {type(arguments).__name__}")
-        if arguments:
-            self._count_arguments(arguments)
-        self.append(Kept() if self._scan else function(*arguments))
-
-    def _count_arguments(self, arguments: tuple[Any, ...]) -> None:
-        """Count what a call may hash or copy."""
-        self._count_visits((arguments,))
-        level: list[Any] = [arguments]
-        while level:  # the tuple is not deep, which was just checked
-            parts = [part for inner in level for part in inner]
-            self._count(sum(len(part) for part in parts if isinstance(part, _COPIED)))
-            level = [part for part in parts if isinstance(part, _HASHED)]
-        for argument in arguments:
-            if isinstance(argument, (list, set)):
-                self._count_visits(argument)
-
-    def _set_attributes(self) -> None:
-        state, target = self.stack.pop(), self.stack[-1]
-        if isinstance(state, dict):
-            self._count(len(state))
-        elif isinstance(state, tuple):
-            self._count(sum(len(part) for part in state if isinstance(part, dict)))
-        if self._scan:
-            return
-        if isinstance(target, Kept):
-            target.__setstate__(state)
-        elif not isinstance(target, dict):  # a state dict's own attributes are skipped
-            raise pickle.UnpicklingError(f"attributes of a {type(target).__name__}")
-
-    def _skip_frame(self) -> None:
-        """Skip the size of a frame: the instructions in it follow."""
-        self.read(8)
-
-    def _refuse(self) -> None:
-        raise pickle.UnpicklingError("an instruction that torch does not write")
-
-    dispatch: ClassVar[dict[int, Callable[..., None]]] = {
-        **pickle._Unpickler.dispatch,
-        pickle.APPEND[0]: partial(_fill, kind=list, count=1),
-        pickle.APPENDS[0]: partial(_fill, kind=list),
-        pickle.SETITEM[0]: partial(_fill, kind=dict, count=2),
-        pickle.SETITEMS[0]: partial(_fill, kind=dict),
-        pickle.ADDITEMS[0]: partial(_fill, kind=set),
-        pickle.DICT[0]: _make_dict,
-        pickle.FROZENSET[0]: _make_frozenset,
-        pickle.REDUCE[0]: _call,
-        pickle.NEWOBJ[0]: _call,
-        pickle.BUILD[0]: _set_attributes,
-        pickle.FRAME[0]: _skip_frame,
-        **dict.fromkeys(
-            (pickle.INST[0], pickle.OBJ[0], pickle.NEWOBJ_EX[0], pickle.EXT1[0], pickle.EXT2[0], pickle.EXT4[0]),
-            _refuse,
-        ),
-    }
-
-
-def _num_visits(value: Any, limit: int, kinds: tuple[type[Any], ...]) -> int | None:
-    """Return how many values a visit of ``value`` and of the containers of these kinds in it sees.
-
-    Parts that are shared count as often as they occur. Returns ``None`` if the values are too many.
-    """
-    count, level = 1, [value]
-    for _ in range(_MAX_DEPTH):
-        parts = list(islice(chain.from_iterable(map(_parts, level)), limit + 1))
-        count += len(parts)
-        level = [part for part in parts if isinstance(part, kinds)]
-        if not level or count > limit:
-            return count if count <= limit else None
-    return None
-
-
-def _parts(value: Any) -> Iterable[Any]:
-    if isinstance(value, Kept):
-        return value.__dict__.values()
-    if isinstance(value, dict):
-        return chain(value.keys(), value.values())
-    return value if isinstance(value, _CONTAINERS) else ()
 
 
 @without_collection()
@@ -437,29 +239,11 @@ def read_pickle(data: bytes, place: Path | str) -> Any:
         CheckpointError: the pickle contains a name that is not allowed, or is damaged.
     """
     try:
-        value = _Reader(io.BytesIO(data), len(data)).load()
-        # A reference to a part takes two bytes.
-        if _num_visits(value, 10 * len(data) + 100_000, _CONTAINERS) is None:
-            raise _Excess("lists or dicts that contain each other too often or too deeply")
+        return _Unpickler(io.BytesIO(data)).load()
     except _RefusedName as error:
         message = f"contains a pickle that refers to {error}, which no checkpoint needs. It was not executed."
         fix = "Do not load this file with other tools. Use a copy of the checkpoint from a source that you trust."
         refuse("FSDP-E454", place, message, fix)
-    except _Excess as error:
-        refuse("FSDP-E455", place, f"contains a pickle with {error}.")
     except Exception as error:
         # A damaged pickle can raise any exception, because any byte can be an instruction.
         refuse("FSDP-E453", place, f"contains a damaged pickle ({type(error).__name__}: {error}).")
-    return value
-
-
-def refuse_excessive(data: bytes, place: Path | str) -> None:
-    """Raise a ``CheckpointError`` if pickles that another reader will read exhaust memory, time or the stack."""
-    file = io.BytesIO(data)
-    try:
-        for _ in range(_MAX_PICKLES):
-            _Reader(file, len(data), scan=True).load()
-    except _Excess as error:
-        refuse("FSDP-E455", place, f"contains a pickle with {error}.")
-    except Exception:
-        pass  # the other reader stops here, too

@@ -1,24 +1,21 @@
 """Where the tensors of a checkpoint are stored: names, boxes, files and byte offsets, in the same form for all formats.
 
-The readers of the formats read headers and metadata only. :func:`read_run` reads the elements, with the file, byte
-offset and strides that are recorded here.
+The readers of the formats read headers and metadata only. ``checkpoint.reading.resharding`` reads the elements, with
+the file, byte offset and strides that are recorded here.
 """
 
 from __future__ import annotations
 
 import math
-import operator
-from abc import abstractmethod
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN, refuse
 from hf_fsdp_plugin.checkpoint.formats import boxes
-from hf_fsdp_plugin.checkpoint.io import MAX_SPAN, InputFiles, read_range
+from hf_fsdp_plugin.checkpoint.io import read_range
 from hf_fsdp_plugin.plan.names import canonical_name
-from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.text import format_names, plural
 
 MAX_PROBLEMS = 8
@@ -31,8 +28,7 @@ TiedPaths = Sequence[tuple[StatePath, StatePath]]
 """Pairs: path of a tied name, and path of the entry that holds its tensor."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredPiece:
+class StoredPiece(NamedTuple):
     """One box of a tensor, in one file.
 
     Attributes:
@@ -40,49 +36,20 @@ class StoredPiece:
         file: path relative to the root of the :class:`StoredModel`, separated by ``/``.
         offset: byte offset of the box's first element in the file.
         strides: distance between neighbours in each dim, in elements of the file.
+        archive: size in bytes of an archive of ``torch.save`` with the box, which begins at ``offset``. The place of
+            the elements in it is read when they are. 0 for pieces without an archive of their own.
     """
 
     box: boxes.Box
     file: str
     offset: int
     strides: tuple[int, ...]
+    archive: int = 0
 
-
-class PieceTable(Sequence[StoredPiece]):
-    """The pieces of a tensor. A piece is created when it is needed. Each access may read from files.
-
-    Raises:
-        CheckpointError: from every access, if files are damaged or missing.
-    """
-
-    @abstractmethod
-    def within(self, box: boxes.Box) -> Sequence[StoredPiece]:
-        """Return the pieces with elements of ``box``, without replicas."""
-
-    @abstractmethod
-    def load(self) -> tuple[StoredPiece, ...]:
-        """Return all pieces, without replicas."""
-
-    @abstractmethod
-    def uncovered(self, shape: Sequence[int]) -> int:
-        """Return the number of elements of the tensor that are in no piece. Checks the files of all pieces."""
-
-    @abstractmethod
-    def files(self) -> set[str]:
-        """Return the files of the pieces, and possibly those of replicas."""
-
-    @abstractmethod
-    def key(self) -> Hashable:
-        """Return a key that is equal for two tables whose pieces are the same bytes of the same files."""
-
-    def __len__(self) -> int:
-        return len(self.load())
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.load()[index]
-
-    def __iter__(self) -> Iterator[StoredPiece]:
-        return iter(self.load())
+    def stop(self, dtype: str) -> int:
+        """Return the byte offset in the file after the piece."""
+        span = boxes.element_span(self.strides, self.box.sizes) * boxes.dtype_size(dtype)
+        return self.offset + (self.archive or span)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,50 +61,35 @@ class StoredTensor:
         dtype: torch's name without ``torch.``: ``float32``, ``bfloat16``, ``float8_e4m3fn``.
         shape: global shape.
         pieces: where its boxes are stored, without replicas.
+        open_archive: returns a piece in an archive with the place of its elements.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    pieces: Sequence[StoredPiece]
+    pieces: tuple[StoredPiece, ...]
+    open_archive: Callable[[StoredTensor, StoredPiece], StoredPiece] | None = field(default=None, compare=False)
 
     def uncovered(self) -> int:
         """Return the number of elements that are in no piece."""
-        if isinstance(self.pieces, PieceTable):
-            return self.pieces.uncovered(self.shape)
         return boxes.count_uncovered(self.shape, [piece.box for piece in self.pieces])
 
     def files(self) -> set[str]:
         """Return the files of the pieces."""
-        return self.pieces.files() if isinstance(self.pieces, PieceTable) else {piece.file for piece in self.pieces}
-
-    def within(self, box: boxes.Box) -> Sequence[StoredPiece]:
-        """Return the pieces that may contain elements of ``box``.
-
-        Raises:
-            CheckpointError: some elements of the box are in no piece. This is checked here if the pieces are created on
-                access, and otherwise when the checkpoint is read.
-        """
-        if not isinstance(self.pieces, PieceTable):
-            return self.pieces
-        found = self.pieces.within(box)
-        parts = [common for piece in found if (common := boxes.intersect(box, piece.box)) is not None]
-        inside = [boxes.Box(tuple(a - b for a, b in zip(p.offsets, box.offsets, strict=True)), p.sizes) for p in parts]
-        if missing := boxes.count_uncovered(box.sizes, inside):
-            message = f"{plural(missing, 'element')} of {self.name} are in none of the files."
-            raise CheckpointError([Problem(code="FSDP-E458", message=message, fix=COPY_AGAIN)])
-        return found
+        return {piece.file for piece in self.pieces}
 
     def parts_of(self, box: boxes.Box) -> Iterator[tuple[StoredPiece, boxes.Box, int]]:
         """Yield each piece with elements of ``box``, these elements, and the byte offset of the first one in its file.
 
-        Raises the errors of :meth:`within`.
+        Raises:
+            CheckpointError: an archive is damaged, or contains another tensor.
         """
-        for piece in self.within(box):
+        for piece in self.pieces:
             if (common := boxes.intersect(box, piece.box)) is not None:
-                ahead = zip(common.offsets, piece.box.offsets, piece.strides, strict=True)
+                found = self.open_archive(self, piece) if piece.archive and self.open_archive is not None else piece
+                ahead = zip(common.offsets, found.box.offsets, found.strides, strict=True)
                 first = sum((here - origin) * stride for here, origin, stride in ahead)
-                yield piece, common, piece.offset + first * boxes.dtype_size(self.dtype)
+                yield found, common, found.offset + first * boxes.dtype_size(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,17 +188,9 @@ class StoredState(NamedTuple):
             refuse("FSDP-E461", self.place, message, fix)
         return StoredOptimizer(root, form, state, groups, self.files)
 
-    def checked(self, stored: Stored, *, partial: bool) -> Stored:
-        """Return ``stored`` if every element of its tensors is in a file.
-
-        Args:
-            partial: do not check the tensors whose pieces are read when they are needed, and checked then.
-        """
-        missing = {
-            label: count
-            for label, tensor in labelled_tensors(stored)
-            if not (partial and isinstance(tensor.pieces, PieceTable)) and (count := tensor.uncovered())
-        }
+    def checked(self, stored: Stored) -> Stored:
+        """Return ``stored`` if every element of its tensors is in a file."""
+        missing = {label: count for label, tensor in labelled_tensors(stored) if (count := tensor.uncovered())}
         if missing:
             amount = f"{plural(sum(missing.values()), 'element')} of {plural(len(missing), 'tensor')}"
             message = f"{amount} are in none of the files: {format_names(missing, 3)}."
@@ -277,8 +221,8 @@ def _number(tensor: StoredTensor, root: Path) -> Any:
         return tensor
     import numpy
 
-    piece = tensor.within(boxes.whole_box(tensor.shape))[0]
-    data = read_range(root / piece.file, piece.offset, boxes.dtype_size(tensor.dtype))
+    piece, _, offset = next(tensor.parts_of(boxes.whole_box(tensor.shape)))
+    data = read_range(root / piece.file, offset, boxes.dtype_size(tensor.dtype))
     return numpy.frombuffer(data, boxes.numpy_dtype(tensor.dtype))[0].item()
 
 
@@ -301,10 +245,9 @@ def without_replicas(pieces: Iterable[StoredPiece]) -> tuple[StoredPiece, ...]:
 
 def shared_tensors(model: StoredModel) -> list[tuple[str, ...]]:
     """Return the groups of names whose tensors are stored in the same bytes of the same files."""
-    by_place: dict[tuple[str, tuple[int, ...], Hashable], list[str]] = {}
+    by_place: dict[tuple[str, tuple[int, ...], frozenset[StoredPiece]], list[str]] = {}
     for name, tensor in model.tensors.items():
-        place = tensor.pieces.key() if isinstance(tensor.pieces, PieceTable) else frozenset(tensor.pieces)
-        by_place.setdefault((tensor.dtype, tensor.shape, place), []).append(name)
+        by_place.setdefault((tensor.dtype, tensor.shape, frozenset(tensor.pieces)), []).append(name)
     return [tuple(names) for key, names in by_place.items() if len(names) > 1 and math.prod(key[1]) > 0]
 
 
@@ -315,29 +258,3 @@ def labelled_tensors(stored: StoredModel | StoredOptimizer) -> Iterator[tuple[st
         return
     for name, entry in stored.state.items():
         yield from ((f"{key} of {name}", value) for key, value in entry.items() if isinstance(value, StoredTensor))
-
-
-_MIN_SPLIT = 64 << 10
-"""Ranges of at most this many bytes are read at once, even if most bytes are not needed."""
-
-
-def read_run(files: InputFiles, tensor: StoredTensor, start: int, stop: int, out: memoryview) -> None:
-    """Read the elements ``[start, stop)`` of the row-major tensor into ``out``, which has the same size in bytes."""
-    size = boxes.dtype_size(tensor.dtype)
-    for box in boxes.flat_range(tensor.shape, start, stop):
-        part, out = out[: box.numel * size], out[box.numel * size :]
-        for piece, common, offset in tensor.parts_of(box):
-            within = boxes.Box(tuple(each.start for each in boxes.relative_slices(common, box)), common.sizes)
-            first = boxes.flat_start(within, box.sizes)
-            if first is not None and boxes.is_row_major(piece.strides, common.sizes):
-                files.read(piece.file, offset, part[first * size : (first + common.numel) * size])
-                continue
-            import numpy
-
-            target = numpy.frombuffer(part, f"u{size}").reshape(box.sizes)[boxes.relative_slices(common, box)]
-            steps = [stride * size for stride in piece.strides]
-            for each in boxes.strided_parts(piece.strides, common.sizes, MAX_SPAN // size, _MIN_SPLIT // size):
-                stored = numpy.empty(boxes.element_span(piece.strides, each.sizes), target.dtype)
-                files.read(piece.file, offset + sum(map(operator.mul, each.offsets, steps)), stored.data.cast("B"))
-                into = target[boxes.relative_slices(each, boxes.whole_box(common.sizes))]
-                into[...] = numpy.lib.stride_tricks.as_strided(stored, each.sizes, steps)

@@ -1,4 +1,4 @@
-"""The files of ``torch.save``: their zip archives and checksums, and the two formats of a state dict in them. No torch.
+"""The files of ``torch.save``: their zip archives, and the two formats of a state dict in them. No torch.
 
 The records of an archive are uncompressed, so the file contains a tensor's bytes as they were in memory. A ``.bin`` or
 ``.pt`` file is one archive; a ``.distcp`` file of DCP is a sequence of archives. The directory is at the end of an
@@ -16,10 +16,9 @@ import os
 import re
 import struct
 import zipfile
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Final, NamedTuple, NoReturn
+from typing import Any, BinaryIO, Final, NoReturn
 
 from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.errors import COPY_ALL_RANKS, file_problems_inside, problem, raise_if_any, refuse
@@ -28,45 +27,18 @@ from hf_fsdp_plugin.checkpoint.formats.boxes import Box
 from hf_fsdp_plugin.checkpoint.formats.pickles import Distributed, PickledTensor
 from hf_fsdp_plugin.checkpoint.formats.safetensors import read_weight_map
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredPiece, StoredState, StoredTensor
-from hf_fsdp_plugin.checkpoint.io import file_blocks, open_for_reading, open_regular
+from hf_fsdp_plugin.checkpoint.io import open_regular
 from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.torch_private.modules import LOCAL_TENSOR_ATTRIBUTE
 
-END_SIZE = 22
-END_SIGNATURE = b"PK\5\6"
-"""Size and beginning of the record at the end of an archive."""
+_END_SIZE = 22
 _LOCAL = struct.Struct("<4s22x2H")
 """The record before the data of an entry: its signature, and the lengths of the name and of the extra field."""
-
-
 _BUFFER_BYTES: Final = 512
 """More than a header, which is what is read at once. DCP writes one archive per tensor."""
 
 
-class ZipError(ValueError):
-    """The bytes are not a complete zip archive."""
-
-
-class ZipEntry(NamedTuple):
-    """An entry of an archive: its data are the bytes ``[start, stop)`` after those of its header.
-
-    ``crc`` is 0 if the writer computed none.
-    """
-
-    name: str
-    header: int
-    start: int
-    stop: int
-    crc: int
-    compressed: bool
-
-    @property
-    def record(self) -> str:
-        """The name without the folder inside the archive: ``data.pkl``, ``data/0``."""
-        return self.name.partition("/")[2]
-
-
-class _Part(io.RawIOBase):
+class FileSlice(io.RawIOBase):
     """The bytes ``[start, start + length)`` of an open file, as a file."""
 
     def __init__(self, descriptor: int, start: int, length: int) -> None:
@@ -80,11 +52,10 @@ class _Part(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        if at < 0:
-            raise io.UnsupportedOperation("it is too small for an archive")
-        self._at = at
-        return at
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        if self._at < 0:
+            raise OSError("a position before the archive")
+        return self._at
 
     def readinto(self, out: Any) -> int:
         wanted = memoryview(out)[: max(self._length - self._at, 0)]
@@ -93,40 +64,17 @@ class _Part(io.RawIOBase):
         return count
 
 
-def read_archive(file: BinaryIO) -> list[ZipEntry]:
-    """Return the entries of the archive at the end of a file.
-
-    All data are before the directory. So the archives of a file do not overlap, and reading all of them takes a time
-    that grows with the file alone.
-
-    Raises:
-        ZipError: there is no complete archive.
-    """
-    try:
-        file.seek(-END_SIZE, os.SEEK_END)
-        if file.read(4) != END_SIGNATURE:  # zipfile also finds the end of an archive before other bytes
-            raise ZipError("it does not end with the directory of an archive")
-        with zipfile.ZipFile(file) as archive:
-            found, directory = archive.infolist(), archive.start_dir
-        entries = [_entry(file, info, directory) for info in found]
-    except (zipfile.BadZipFile, struct.error, ValueError, OverflowError, NotImplementedError) as error:
-        raise error if isinstance(error, ZipError) else ZipError(f"{error}") from error
-    if not entries:
-        raise ZipError("it has no entries")
-    return entries
-
-
-def _entry(file: BinaryIO, info: zipfile.ZipInfo, directory: int) -> ZipEntry:
-    """Return an entry, checked with the record before its data; ``directory`` is the offset of the directory."""
-    file.seek(min(info.header_offset, directory))  # the directory begins otherwise
-    signature, name_size, extra_size = _LOCAL.unpack(file.read(_LOCAL.size))
-    name = file.read(name_size).decode("utf-8" if info.flag_bits & 0x800 else "cp437", "replace")
-    if signature != b"PK\3\4" or name != info.orig_filename:
-        raise ZipError(f"no entry {info.filename!r} begins at byte {info.header_offset:,}")
-    begin, is_compressed = info.header_offset + _LOCAL.size + name_size + extra_size, info.compress_type != 0
-    if begin + info.compress_size > directory or (not is_compressed and info.file_size != info.compress_size):
-        raise ZipError(f"its directory has a wrong size of the entry {info.filename!r}")
-    return ZipEntry(info.filename, info.header_offset, begin, begin + info.compress_size, info.CRC, is_compressed)
+def compare_checksums(file: BinaryIO) -> int:
+    """Return the number of bytes in an archive that have a checksum. Raises ``BadZipFile`` if they differ from it."""
+    count = 0
+    with zipfile.ZipFile(file) as archive:
+        for info in archive.infolist():
+            if info.CRC:  # archives of this package have none for tensors
+                with archive.open(info) as record:
+                    while record.read(1 << 20):
+                        pass
+                count += info.file_size
+    return count
 
 
 class TorchZip:
@@ -140,33 +88,40 @@ class TorchZip:
 
     def __init__(self, descriptor: int, start: int, length: int, place: Path | str) -> None:
         self._descriptor, self._start, self._place = descriptor, start, place
+        self._records: dict[str, tuple[int, int]] = {}
+        file = io.BufferedReader(FileSlice(descriptor, start, length), _BUFFER_BYTES)
         try:
-            self._entries = read_archive(io.BufferedReader(_Part(descriptor, start, length), _BUFFER_BYTES))
-        except ZipError as error:
+            with zipfile.ZipFile(file) as archive:
+                for info in archive.infolist():
+                    self._add(file, info)
+        except (zipfile.BadZipFile, struct.error, ValueError, OSError, OverflowError, NotImplementedError) as error:
             if os.pread(descriptor, 1, start) == b"\x80":
                 fix = "Load it with torch and save it again."
                 refuse("FSDP-E460", place, "is in the format of torch versions before 1.6, without a zip.", fix)
             self._damaged(f"{error}")
-        if min(entry.header for entry in self._entries) != 0:
-            self._damaged("its directory is not at the recorded offset")
-        for entry in self._entries:
-            if entry.compressed:
-                self._damaged(f"record {entry.record!r} is compressed")
-        self._records = {entry.record: entry for entry in self._entries}
         if "byteorder" in self._records and self.read("byteorder") != b"little":
             refuse("FSDP-E460", place, "is big-endian.", "Load and save it on a little-endian machine.")
 
+    def _add(self, file: BinaryIO, info: zipfile.ZipInfo) -> None:
+        """Add an entry of the zip, after the record before its data."""
+        file.seek(info.header_offset)
+        signature, name_size, extra_size = _LOCAL.unpack(file.read(_LOCAL.size))
+        name = info.filename.partition("/")[2]
+        if signature != b"PK\3\4" or file.read(name_size).decode(errors="replace") != info.orig_filename:
+            raise ValueError(f"no entry {info.filename!r} begins at byte {info.header_offset:,}")
+        if info.compress_type:
+            raise ValueError(f"record {name!r} is compressed")
+        begin = info.header_offset + _LOCAL.size + name_size + extra_size
+        self._records[name] = begin, begin + info.file_size
+
     def read(self, name: str) -> bytes:
         """Return a record's bytes."""
-        return self._bytes(self._record(name))
-
-    def pickles(self) -> list[bytes]:
-        """Return the bytes of all pickles. torch finds its pickle in letters of any case."""
-        return [self._bytes(entry) for entry in self._entries if entry.name.lower().endswith(".pkl")]
+        start, stop = self._record(name)
+        return os.pread(self._descriptor, stop - start, self._start + start)
 
     def offset(self, name: str) -> int:
         """Return the byte offset of a record's data in the file."""
-        return self._start + self._record(name).start
+        return self._start + self._record(name)[0]
 
     def value(self) -> Any:
         """Return the object that was saved, with a :class:`PickledTensor` for each tensor."""
@@ -178,20 +133,18 @@ class TorchZip:
             # torch does not write a record for an empty storage.
             return self._start
         name = f"data/{tensor.storage.key}"
-        record, width = self._record(name), boxes.dtype_size(tensor.dtype)
-        num_bytes = record.stop - record.start
+        (start, stop), width = self._record(name), boxes.dtype_size(tensor.dtype)
+        num_bytes = stop - start
         needed = (tensor.offset + boxes.element_span(tensor.strides, tensor.shape)) * width
         if needed > num_bytes:
             self._damaged(f"record {name!r} has {num_bytes} bytes, and its tensor needs {needed}")
-        return self.offset(name) + tensor.offset * width
+        return self._start + start + tensor.offset * width
 
-    def _record(self, name: str) -> ZipEntry:
+    def _record(self, name: str) -> tuple[int, int]:
+        """Return the bytes of a record, relative to the zip."""
         if name not in self._records:
             self._damaged(f"it has no record {name!r}")
         return self._records[name]
-
-    def _bytes(self, entry: ZipEntry) -> bytes:
-        return os.pread(self._descriptor, entry.stop - entry.start, self._start + entry.start)
 
     def _damaged(self, how: str) -> NoReturn:
         refuse("FSDP-E453", self._place, f"is damaged: {how}.")
@@ -205,7 +158,7 @@ class TensorZips:
 
     def read(self, descriptor: int, start: int, length: int, place: Path | str) -> tuple[Any, int]:
         """Return the tensor (or other saved object), and the byte offset of its first element in the file."""
-        end = os.pread(descriptor, END_SIZE, start + max(0, length - END_SIZE))
+        end = os.pread(descriptor, _END_SIZE, start + max(0, length - _END_SIZE))
         known = self._known.get((length, end))
         if known is not None:
             headers, tensor, offset = known
@@ -219,61 +172,6 @@ class TensorZips:
         # Everything that describes the tensor precedes its bytes; the directory repeats it.
         self._known[length, end] = os.pread(descriptor, offset, start), value, offset
         return value, start + offset
-
-
-class NotAnArchive(ValueError):
-    """The bytes before ``stop`` are not a complete zip archive."""
-
-    def __init__(self, stop: int) -> None:
-        super().__init__(f"the bytes before {stop:,} are not a complete zip archive")
-        self.stop = stop
-
-
-def is_archive(path: Path) -> bool:
-    """Whether a file has the signature of a zip archive."""
-    with open_for_reading(path) as file:
-        return file.read(4) == b"PK\x03\x04"
-
-
-def stored_pickles(path: Path) -> list[bytes]:
-    """Return the pickles in an archive that ``torch.save`` has written. Raises the errors of :class:`TorchZip`."""
-    with open_for_reading(path) as file:
-        return TorchZip(file.fileno(), 0, os.fstat(file.fileno()).st_size, path).pickles()
-
-
-def crc_file(path: Path, start: int, stop: int) -> int:
-    """Return the CRC-32 of the bytes ``[start, stop)`` of a file, or up to the end of the file if it is shorter."""
-    crc = 0
-    for block in file_blocks(path, start, stop):
-        crc = zlib.crc32(block, crc)
-    return crc
-
-
-def stored_entries(path: Path) -> Iterator[ZipEntry]:
-    """Yield every uncompressed entry of every archive in the file, the last archive first.
-
-    Raises:
-        NotAnArchive: some bytes of the file do not belong to a complete archive.
-    """
-    with open_for_reading(path) as file:
-        stop = os.fstat(file.fileno()).st_size
-        while stop > 0:
-            try:
-                entries = read_archive(io.BufferedReader(_Part(file.fileno(), 0, stop)))
-            except ZipError:
-                raise NotAnArchive(stop) from None
-            yield from (entry for entry in entries if not entry.compressed)
-            stop = _end_before(file.fileno(), min(entry.header for entry in entries))
-
-
-def _end_before(descriptor: int, start: int) -> int:
-    """Return the end of the archive before the one at ``start``: this package aligns archives, with zeros between."""
-    if start % file_names.ENTRY_ALIGNMENT:
-        return start
-    begin = max(0, start - file_names.ENTRY_ALIGNMENT - END_SIZE + 1)
-    data = os.pread(descriptor, start - begin, begin)
-    end = data.rfind(END_SIGNATURE) + END_SIZE
-    return begin + end if end >= END_SIZE and not any(data[end:]) else start
 
 
 _Parts = tuple[tuple[int, ...], list[tuple[Box, PickledTensor]]]

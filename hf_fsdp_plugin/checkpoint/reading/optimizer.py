@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.backends.optimizers.parameters import state_factory, step_mode
-from hf_fsdp_plugin.backends.torch_types import PinnedWindows, copy_to_device, dtensor_like
+from hf_fsdp_plugin.backends.torch_types import dtensor_like
 from hf_fsdp_plugin.checkpoint.errors import raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.formats import optimizer_state
 from hf_fsdp_plugin.checkpoint.formats.boxes import whole_box
@@ -61,7 +61,7 @@ def load_optimizer(
     """
 
     def read() -> StoredOptimizer:
-        stored = read_stored_optimizer(checkpoint, number, partial=True)
+        stored = read_stored_optimizer(checkpoint, number)
         if stored is None:
             fix = "Resume from a checkpoint with optimizer state (save_only_model: false), or use a new optimizer."
             refuse("FSDP-E424", checkpoint, "has no optimizer state.", fix)
@@ -150,7 +150,6 @@ class _StateLoader:
             for own, saved in zip(self._optimizer.param_groups, self._saved_groups, strict=True)
         ]
         resharding.execute_transfers(files, self._transfers)
-        _move_scalars(self._optimizer, state)
         self._optimizer.load_state_dict({"state": state, "param_groups": param_groups})
 
     def _names_by_number(self, stored: StoredOptimizer) -> dict[str, str]:
@@ -371,22 +370,3 @@ def _common_value(key: str, values: list[tuple[str, Any]]) -> Any:
         key, format_names([f"{name}: {value}" for name, value in values]), common,
     )  # fmt: skip
     return common
-
-
-def _move_scalars(optimizer: torch.optim.Optimizer, state: dict[int, dict[str, Any]]) -> None:
-    """Move the scalars that ``load_state_dict`` moves to an accelerator, with one copy per device and dtype."""
-    groups = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
-    moved: dict[tuple[torch.device, torch.dtype], list[tuple[int, str]]] = {}
-    for index, entry in state.items():
-        parameter, group = groups[index]
-        for key, value in entry.items():
-            # As torch.optim.Optimizer decides: the step of most optimizers stays in host memory.
-            stays = key == "step" and not (group.get("capturable") or group.get("fused"))
-            is_scalar = type(value) is torch.Tensor and value.dim() == 0 and value.device.type == "cpu"
-            if is_scalar and parameter.device.type != "cpu" and not stays:
-                moved.setdefault((parameter.device, value.dtype), []).append((index, key))
-    windows = PinnedWindows()
-    for (device, _), places in moved.items():
-        numbers = copy_to_device(torch.stack([state[index][key] for index, key in places]), device, windows)
-        for (index, key), number in zip(places, numbers, strict=True):
-            state[index][key] = number.clone()

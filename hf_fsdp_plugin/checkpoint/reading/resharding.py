@@ -201,7 +201,7 @@ def load_model(
         missing.extend(absent)
         return fill
 
-    load_stored(checkpoint, "model", lambda: read_stored_model(checkpoint, number, partial=True), match, verify=verify)
+    load_stored(checkpoint, "model", lambda: read_stored_model(checkpoint, number), match, verify=verify)
     return IncompatibleKeys(missing, [])
 
 

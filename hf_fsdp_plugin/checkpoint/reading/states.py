@@ -10,6 +10,7 @@ import datetime
 import pathlib
 import pickle
 import re
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,12 +22,11 @@ import torch
 
 from hf_fsdp_plugin.backends.ranks.agreement import broadcast_object, on_all_ranks
 from hf_fsdp_plugin.checkpoint import names as file_names
-from hf_fsdp_plugin.checkpoint.checking.verify import VerifiedFiles, crc_problems
+from hf_fsdp_plugin.checkpoint.checking.verify import REPLACE_FILE, VerifiedFiles
 from hf_fsdp_plugin.checkpoint.errors import problems_of, raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest
-from hf_fsdp_plugin.checkpoint.formats.pickles import refuse_excessive
-from hf_fsdp_plugin.checkpoint.formats.torch_files import is_archive, stored_pickles
-from hf_fsdp_plugin.checkpoint.io import read_file
+from hf_fsdp_plugin.checkpoint.formats.torch_files import compare_checksums
+from hf_fsdp_plugin.checkpoint.io import open_for_reading
 from hf_fsdp_plugin.text import format_names
 
 _ALLOW = (
@@ -77,12 +77,21 @@ def check_states(
 def _check_bytes(checkpoint: Path, files: list[str]) -> None:
     manifest = read_manifest(checkpoint)
     if manifest is None:
-        archives = [checkpoint / name for name in files if name != file_names.TRAINER_STATE]
-        raise_if_any(crc_problems(checkpoint, archives)[1])
+        raise_if_any(problems_of(partial(_check_checksums, checkpoint / name) for name in files))
         return
     listed = {record.path for record in manifest.files}  # others were added by the user
     with VerifiedFiles(checkpoint, manifest, checkpoint) as verified:
         raise_if_any(problems_of(partial(verified.check_file, name) for name in files if name in listed))
+
+
+def _check_checksums(path: Path) -> None:
+    """Compare the bytes of an archive with its checksums."""
+    if zipfile.is_zipfile(path):
+        try:
+            with open_for_reading(path) as file:
+                compare_checksums(file)
+        except zipfile.BadZipFile as error:
+            refuse("FSDP-E471", path, f"its bytes differ from what was saved ({error}).", REPLACE_FILE)
 
 
 def load_state_file(path: Path, *, only_check: bool = False) -> Any:
@@ -94,12 +103,9 @@ def load_state_file(path: Path, *, only_check: bool = False) -> Any:
     Raises:
         CheckpointError: the pickle contains a name that is not allowed, or is damaged.
     """
-    # Compressed entries, and pickles that would exhaust memory, time or the stack of torch.load.
-    for data in stored_pickles(path) if is_archive(path) else [read_file(path)]:
-        refuse_excessive(data, path)
     try:
         with plain_data():
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=only_check and is_archive(path))
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=only_check and zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         names = _names_not_allowed(path)
         found = format_names(names, 3) if names else _reason(error)

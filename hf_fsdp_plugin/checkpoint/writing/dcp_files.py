@@ -30,7 +30,6 @@ from hf_fsdp_plugin.checkpoint.io import open_for_reading, sync, without_collect
 from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, ENTRY_ALIGNMENT, dcp_file
 from hf_fsdp_plugin.checkpoint.shards import LocalShard, shards_to_write
 from hf_fsdp_plugin.checkpoint.writing.file_parts import Content, FilePart, Item, PartWriter, bytes_of, whole_file
-from hf_fsdp_plugin.text import format_dtype
 from hf_fsdp_plugin.torch_private.functions import StorageInfo
 
 
@@ -97,7 +96,11 @@ def rank_file(
 
     Scalars and objects are in no rank's file: rank 0 writes them when it commits.
     """
-    smalls = _scalar_entries({path: shard.pieces[0].tensor for path, shard in tensors if not shard.shape})
+    smalls = [
+        SmallEntry(path, bytes_of(shard.pieces[0].tensor.cpu()).numpy().tobytes(), shard.dtype_name)
+        for path, shard in tensors
+        if not shard.shape
+    ]
     for path, value in values.items():
         buffer = io.BytesIO()
         torch.save(value, buffer)
@@ -115,18 +118,6 @@ def rank_file(
         entries.append(WrittenTensor(paths[shard.name], shard.dtype_name, shard.shape, chunks))
     own = FolderEntries(folder, file, entries, smalls, aliases)
     return StateFiles([whole_file(f"{folder}/{file}", items)], (own,))
-
-
-def _scalar_entries(tensors: Mapping[StatePath, torch.Tensor]) -> list[SmallEntry]:
-    """Return the entries of scalars, which are read from their devices with one copy per device and dtype."""
-    data: dict[StatePath, bytes] = {}
-    groups: dict[tuple[torch.device, torch.dtype], dict[StatePath, torch.Tensor]] = {}
-    for path, tensor in tensors.items():
-        groups.setdefault((tensor.device, tensor.dtype), {})[path] = tensor.detach()
-    for group in groups.values():
-        for path, value in zip(group, torch.stack(list(group.values())).cpu(), strict=True):
-            data[path] = bytes_of(value).numpy().tobytes()
-    return [SmallEntry(path, data[path], format_dtype(tensor.dtype)) for path, tensor in tensors.items()]
 
 
 class _MetadataBuilder:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import errno
 import json
-import operator
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +30,7 @@ from hf_fsdp_plugin.checkpoint import folders
 from hf_fsdp_plugin.checkpoint.errors import os_errors_as_problems
 from hf_fsdp_plugin.checkpoint.formats import manifest as manifests
 from hf_fsdp_plugin.checkpoint.io import sync, without_collection, write_atomically
-from hf_fsdp_plugin.checkpoint.names import SAVING, accelerate_rng_file, hidden_path, trainer_rng_file
+from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME, SAVING, accelerate_rng_file, hidden_path, trainer_rng_file
 from hf_fsdp_plugin.checkpoint.writing.dcp_files import FolderEntries, SmallEntry, WrittenTensor, complete_folders
 from hf_fsdp_plugin.problems import CheckpointError
 
@@ -45,10 +44,7 @@ class RankRecord:
 
     def to_text(self) -> str:
         """Return the record as JSON."""
-        files = [
-            [file.path, file.size, [[each.start, each.stop, each.hash, each.name] for each in file.ranges]]
-            for file in self.files
-        ]
+        files = [(file.path, file.size, file.ranges) for file in self.files]
         entries = []
         for own in self.entries:
             smalls = [(small.path, small.data.hex(), small.dtype) for small in own.smalls]
@@ -61,9 +57,7 @@ class RankRecord:
         files, folders = json.loads(text)
         written, entries = [], []
         for path, size, places in files:
-            ranges = [
-                manifests.FileRange(start=low, stop=high, hash=each, name=name) for low, high, each, name in places
-            ]
+            ranges = [manifests.FileRange(*place) for place in places]
             written.append(manifests.FileRecord(path=path, size=size, ranges=ranges))
         for folder, file, tensors, smalls, aliases in folders:
             found = [WrittenTensor(tuple(path), *rest) for path, *rest in tensors]
@@ -71,9 +65,6 @@ class RankRecord:
             tied = [(tuple(alias), tuple(path)) for alias, path in aliases]
             entries.append(FolderEntries(folder, file, found, values, tied))
         return cls(tuple(written), tuple(entries))
-
-
-_position = operator.attrgetter("start", "stop")
 
 
 class StagingFolder:
@@ -193,12 +184,11 @@ def complete_checkpoint(folder: Path, ranks: Sequence[RankRecord], manifest: man
     for file in written:
         parts_of.setdefault(file.path, []).append(file)
     records = {
-        path: replace(parts[0], ranges=sorted((each for part in parts for each in part.ranges), key=_position))
+        path: replace(parts[0], ranges=sorted(each for part in parts for each in part.ranges))
         for path, parts in parts_of.items()
     }
     # 2. Files that others have written, such as the state of the Trainer: sync and hash them.
-    for name in (manifests.MANIFEST_NAME, manifests.BLOCK_FILE):  # of a model that was saved to this folder
-        (folder / name).unlink(missing_ok=True)
+    (folder / MANIFEST_NAME).unlink(missing_ok=True)  # of a model that was saved to this folder
     for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder).as_posix()
         if relative not in records and path.is_file():

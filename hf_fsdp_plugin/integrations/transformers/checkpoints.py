@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import math
 import tempfile
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch.distributed as dist
 from accelerate.utils.modeling import is_peft_model
-from transformers import TrainerState
 from transformers.trainer_utils import has_length
 
 from hf_fsdp_plugin.backends.ranks.agreement import TRAINING_LIMIT, collective_call, on_all_ranks, wait_for_all_ranks
@@ -27,7 +25,6 @@ from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, s
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.io import object_in
 from hf_fsdp_plugin.checkpoint.names import (
-    BLOCK_FILE,
     HF_MODEL,
     HF_MODEL_BIN,
     MANIFEST_NAME,
@@ -187,8 +184,8 @@ def _expect_more_files(trainer: Any, folder: Path) -> None:
     The manifest would not list the other parts, with which a resume would refuse the checkpoint. Collective.
     """
     with on_all_ranks(f"writing {folder}"):
-        for name in (MANIFEST_NAME, BLOCK_FILE) if dist.get_rank() == 0 else ():
-            (folder / name).unlink(missing_ok=True)
+        if dist.get_rank() == 0:
+            (folder / MANIFEST_NAME).unlink(missing_ok=True)
     message = f"{type(trainer).__name__} writes the files of {folder.name} one after the other: an interrupted save "
     message += "leaves an incomplete folder. It has no manifest, so that its bytes cannot be verified."
     fix = "Call super()._save_checkpoint(model, trial) in the class, and add files to its folder afterwards."
@@ -318,8 +315,7 @@ def checkpoint_to_resume(trainer: Any, resume: Any) -> Any:
 
 def _check_contents(trainer: Any, checkpoint: Path) -> None:
     """Check that a checkpoint has what the Trainer continues with, of which it skips what is missing. Collective."""
-    fields = {field.name for field in dataclasses.fields(TrainerState)}
-    check = partial(check_trainer_checkpoint, checkpoint, fields, model_only=trainer.args.save_only_model)
+    check = partial(check_trainer_checkpoint, checkpoint, model_only=trainer.args.save_only_model)
     if (warning := resuming.on_rank_0(check)) is not None:
         print_once(warning)
 

@@ -24,14 +24,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import find_labels
 
-from hf_fsdp_plugin.backends.ranks.agreement import TRAINING_LIMIT, any_rank, preparation_limit, wait_for_all_ranks
+from hf_fsdp_plugin.backends.ranks.agreement import TRAINING_LIMIT, preparation_limit, wait_for_all_ranks
 from hf_fsdp_plugin.backends.sharding.script_access import ParameterCounts
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.checkpoint.names import TRAINER_PREFIX
 from hf_fsdp_plugin.integrations import patching, resuming
 from hf_fsdp_plugin.integrations.accelerate import run_report
 from hf_fsdp_plugin.integrations.accelerate.accelerator import is_left_to_transformers
-from hf_fsdp_plugin.integrations.accelerate.plugin import has_sharded_model, if_planned, if_sharded, planned_plugin
+from hf_fsdp_plugin.integrations.accelerate.plugin import if_planned, if_sharded, planned_plugin
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import attributes_in_block, current_run, session
@@ -42,6 +42,7 @@ from hf_fsdp_plugin.integrations.transformers.checkpoints import (
     load_other_model,
     save_checkpoint,
 )
+from hf_fsdp_plugin.integrations.transformers.preemption import AgreedCheckpoint
 from hf_fsdp_plugin.messages import print_once, print_warnings
 from hf_fsdp_plugin.plan.fsdp_plan import torch_dtype
 from hf_fsdp_plugin.plan.names import unwrapped
@@ -232,17 +233,25 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
             _without_full_eval(trainer),
         ):
             result = original(*args, **kwargs)
+    except SystemExit:
+        if agreed.has_exited:
+            _report_training(trainer)
+        raise
     finally:
         agreed.close()
         for callback in callbacks:
             trainer.remove_callback(callback)
     manager().wait()
+    _report_training(trainer)
+    return result
+
+
+def _report_training(trainer: Any) -> None:
+    """Write the report of a training that has ended, with its last checkpoint."""
     folder = trainer.args.output_dir
     checkpoint = Path(folder) / f"{TRAINER_PREFIX}{trainer.state.global_step}"
     last = checkpoint if checkpoint.is_dir() else None
-    batch = private.trainer_batch(trainer)
-    run_report.report_run(trainer.accelerator, output_dir=folder, batch=batch, checkpoint=last)
-    return result
+    run_report.report_run(trainer.accelerator, output_dir=folder, batch=private.trainer_batch(trainer), checkpoint=last)
 
 
 def _full_eval(trainer: Any) -> Literal["bf16", "fp16"] | None:
@@ -257,43 +266,6 @@ def _full_eval(trainer: Any) -> Literal["bf16", "fp16"] | None:
 def _without_full_eval(trainer: Any) -> AbstractContextManager[None]:
     """Keep the Trainer from converting shards, and from moving the whole model to the device, in the block."""
     return attributes_in_block(trainer.args, bf16_full_eval=False, fp16_full_eval=False)
-
-
-class AgreedCheckpoint(TrainerCallback):
-    """With ``enable_jit_checkpoint=True``, saves the same step on all ranks after SIGTERM, and stops the training.
-
-    Each rank of Transformers waits some seconds after its signal, and then saves at its own next event. Ranks with
-    shards that save at different steps would wait for each other without end. Transformers' callback still handles the
-    signal. Its events do nothing while this object has its manager.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._callback: Any = None
-        self._manager: Any = None
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.close()  # of an attempt with a larger batch
-        callbacks = self._trainer.callback_handler.callbacks
-        callback = next((each for each in callbacks if getattr(each, "jit_manager", None) is not None), None)
-        if callback is not None and has_sharded_model(self._trainer.accelerator):
-            self._callback, self._manager, callback.jit_manager = callback, callback.jit_manager, None
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._callback is not None and any_rank(self._manager.is_checkpoint_requested):
-            private.save_checkpoint(self._trainer)
-            control.should_save, control.should_training_stop = False, True
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if (callback := self._callback) is not None:
-            self.close()
-            callback.on_train_end(args, state, control)  # restores the handler of the signal
-
-    def close(self) -> None:
-        """Give the manager back."""
-        if self._callback is not None:
-            self._callback.jit_manager = self._manager
-        self._callback = None
 
 
 def refuse_whole_averages(trainer: Any) -> None:

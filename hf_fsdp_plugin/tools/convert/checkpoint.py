@@ -17,23 +17,18 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_fsdp_plugin.checkpoint import names as file_names
-from hf_fsdp_plugin.checkpoint.checking.verify import Progress
 from hf_fsdp_plugin.checkpoint.errors import file_problems_inside, problem, raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.folders import restore_replaced
 from hf_fsdp_plugin.checkpoint.formats.known_formats import DEEPSPEED_FILES
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.formats.optimizer_state import unsupported_values
-from hf_fsdp_plugin.checkpoint.formats.stored_tensors import (
-    StoredTensor,
-    labelled_tensors,
-    read_run,
-    shared_tensors,
-)
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredTensor, labelled_tensors, shared_tensors
 from hf_fsdp_plugin.checkpoint.io import InputFiles
-from hf_fsdp_plugin.checkpoint.merging.output import MergeStaging, check_places, check_space
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_names, plural
+from hf_fsdp_plugin.tools.common import Progress
 from hf_fsdp_plugin.tools.convert.deepspeed_files import FORMAT, SavedEngine, read_engines
+from hf_fsdp_plugin.tools.merge.output import MergeStaging, check_places, check_space
 from hf_fsdp_plugin.version import __version__
 
 _BATCH: Final = 1 << 30
@@ -266,7 +261,9 @@ def _read(files: InputFiles, tensor: StoredTensor) -> Any:
     """Return a tensor with the stored elements, in memory of its own."""
     import torch
 
+    from hf_fsdp_plugin.checkpoint.reading.resharding import execute_transfers, plan_transfers
+    from hf_fsdp_plugin.checkpoint.shards import whole_shard
+
     values = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
-    if values.numel():
-        read_run(files, tensor, 0, values.numel(), values.view(-1).view(torch.uint8).numpy().data)
+    execute_transfers(files, plan_transfers(tensor, whole_shard(tensor.name, values).pieces))
     return values

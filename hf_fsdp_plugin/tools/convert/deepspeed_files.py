@@ -99,10 +99,10 @@ def _read_engine(root: Path, folder: Path) -> SavedEngine:
             reason = str(error)
     files = tuple(checkpoint.files)
     state = StoredState(weights, files, folder, errors.COPY_ALL_RANKS)
-    model, optimizer = state.checked(state.as_model(root, FORMAT), partial=False), None
+    model, optimizer = state.checked(state.as_model(root, FORMAT)), None
     if entries:
         state = StoredState(entries, files, folder, errors.COPY_ALL_RANKS)
-        optimizer = state.checked(state.as_optimizer(root, FORMAT), partial=False)
+        optimizer = state.checked(state.as_optimizer(root, FORMAT))
     return SavedEngine(model=model, optimizer=optimizer, why_no_optimizer=reason, values=checkpoint.engine)
 
 

@@ -13,11 +13,11 @@ import argparse
 from dataclasses import fields
 from pathlib import Path
 
-from hf_fsdp_plugin.checkpoint.merging.merge import Merged, MergeOptions, merge
 from hf_fsdp_plugin.cli.output import print_result
 from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem, UsageError
 from hf_fsdp_plugin.text import SHORT_DTYPES, format_bytes, plural, printable
 from hf_fsdp_plugin.tools.common import ProgressBars, check_folder
+from hf_fsdp_plugin.tools.merge.merging import Merged, MergeOptions, merge
 from hf_fsdp_plugin.tools.text import parse_bytes
 
 DTYPES = {name: of_torch for of_torch, name in SHORT_DTYPES.items()}

@@ -8,30 +8,22 @@ from __future__ import annotations
 
 import os
 import re
-import sys
-from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.checkpoint.checking import inspection
-from hf_fsdp_plugin.checkpoint.checking.against_model import ConfigCheck, config_problems, manifest_problems
-from hf_fsdp_plugin.checkpoint.checking.verify import (
-    Progress,
-    crc_problems,
-    damage_problem,
-    damaged_ranges,
-    unlisted_problem,
-)
+from hf_fsdp_plugin.checkpoint.checking.verify import unlisted_problem
 from hf_fsdp_plugin.checkpoint.errors import problem
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, Manifest, read_manifest
-from hf_fsdp_plugin.checkpoint.formats.stored_tensors import MAX_PROBLEMS, StoredModel
-from hf_fsdp_plugin.checkpoint.io import hash_file
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import MAX_PROBLEMS, labelled_tensors
 from hf_fsdp_plugin.checkpoint.names import BLOCK_FILE, MANIFEST_NAME, OPTIMIZER
 from hf_fsdp_plugin.problems import CheckpointError, Problem, has_errors
 from hf_fsdp_plugin.text import format_names
+from hf_fsdp_plugin.tools.common import Progress
+from hf_fsdp_plugin.tools.verify.checksums import crc_problems, hash_problems
+from hf_fsdp_plugin.tools.verify.comparison import config_problems, manifest_problems
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,23 +62,10 @@ def verify(checkpoint: Path, *, config_check: bool = True, progress: Progress = 
     """Verify the checkpoint ``checkpoint``, or the checkpoint that contains this folder.
 
     Args:
-        config_check: compare names and shapes with the model of ``config.json``. A process that has not imported torch
-            leaves that to a child process, which runs beside the hashing.
+        config_check: compare names and shapes with the model of ``config.json``.
         progress: called while bytes are read.
     """
     folder = inspection.checkpoint_of(checkpoint)
-    is_beside = config_check and "torch" not in sys.modules and (folder / "config.json").is_file()
-    with ConfigCheck(folder, 0, folder) if is_beside else nullcontext() as beside:
-
-        def compare_with_config(model: StoredModel) -> list[Problem]:
-            if not config_check:
-                return []
-            return config_problems(model, folder) if beside is None else beside.problems()
-
-        return _verify(folder, compare_with_config, progress)
-
-
-def _verify(folder: Path, compare_with_config: Callable[[StoredModel], list[Problem]], progress: Progress) -> Verdict:
     manifest: Manifest | None = None
     problems: list[Problem] = []
     try:
@@ -95,7 +74,7 @@ def _verify(folder: Path, compare_with_config: Callable[[StoredModel], list[Prob
         problems += error.problems
     if manifest is not None:
         sizes = [record.size for record in manifest.files]
-        num_checked = sum(sizes)
+        num_checked = sum(record.size for record in manifest.files if record.ranges)
         problems += inspection.file_problems(folder, manifest)
         problems += _byte_problems(folder, manifest, progress)
         problems += _extra_files(folder, manifest)
@@ -103,12 +82,13 @@ def _verify(folder: Path, compare_with_config: Callable[[StoredModel], list[Prob
         files = sorted(inspection.own_files(folder))
         sizes = [inspection.regular_size(path) or 0 for path in files]
         problems += inspection.structure_problems(folder)
-        num_checked, damaged = crc_problems(folder, files, progress)
+        num_checked, damaged = crc_problems(files, progress)
         problems += damaged
     is_reported = manifest is None or has_errors(problems)  # damage that makes the contents unreadable
-    problems += _contents_problems(folder, manifest, compare_with_config, is_reported=is_reported)
+    problems += _contents_problems(folder, manifest, config_check=config_check, is_reported=is_reported)
     if num_checked < sum(sizes) and not has_errors(problems):
-        message = f"has no {MANIFEST_NAME}; only {num_checked:,} of {sum(sizes):,} bytes have a checksum"
+        what = f"has no {MANIFEST_NAME}" if manifest is None else f"has an {MANIFEST_NAME} of an earlier version"
+        message = f"{what}; only {num_checked:,} of {sum(sizes):,} bytes have a checksum"
         problems.append(problem("FSDP-N474", folder, f"{message} and were verified."))
     return Verdict(
         checkpoint=folder,
@@ -122,17 +102,11 @@ def _verify(folder: Path, compare_with_config: Callable[[StoredModel], list[Prob
 def _byte_problems(folder: Path, manifest: Manifest, progress: Progress) -> list[Problem]:
     """Return a problem for every file whose bytes differ from the saved ones."""
     files: dict[Path, list[FileRange]] = {}
-    try:
-        for record in manifest.files:
-            path = folder / record.path
-            if (size := inspection.regular_size(path)) is not None:
-                files[path] = [piece for piece in record.ranges if piece.stop <= size]
-    except CheckpointError as error:  # the hashes are damaged
-        return list(error.problems)
-    damaged, problems = damaged_ranges(files, hash_file, progress)
-    for path, found in damaged.items():
-        problems.append(damage_problem(path, found, len(files[path]), [piece.name for piece in found]))
-    return problems
+    for record in manifest.files:
+        path = folder / record.path
+        if (size := inspection.regular_size(path)) is not None:
+            files[path] = [piece for piece in record.ranges if piece.stop <= size]
+    return hash_problems(files, progress)
 
 
 def _extra_files(folder: Path, manifest: Manifest) -> list[Problem]:
@@ -153,11 +127,7 @@ def _extra_files(folder: Path, manifest: Manifest) -> list[Problem]:
 
 
 def _contents_problems(
-    folder: Path,
-    manifest: Manifest | None,
-    compare_with_config: Callable[[StoredModel], list[Problem]],
-    *,
-    is_reported: bool,
+    folder: Path, manifest: Manifest | None, *, config_check: bool, is_reported: bool
 ) -> list[Problem]:
     """Compare stored names, shapes and dtypes with the manifest and with the model of the config."""
     try:
@@ -170,11 +140,13 @@ def _contents_problems(
     problems: list[Problem] = []
     if manifest is not None:
         listed = {record.path for record in manifest.files}
-        read = [stored.root / file for stored in (model, optimizer) if stored is not None for file in stored.files]
-        unlisted = [path for path in read if path.relative_to(folder).as_posix() not in listed]
+        read = {
+            stored.root / file
+            for stored in (model, optimizer)
+            if stored is not None
+            for file in [*stored.files, *(each for _, tensor in labelled_tensors(stored) for each in tensor.files())]
+        }
+        unlisted = [path for path in sorted(read) if path.relative_to(folder).as_posix() not in listed]
         problems += [unlisted_problem(path) for path in unlisted[:MAX_PROBLEMS]]  # a resume refuses them
         problems += manifest_problems(model, optimizer, manifest)
-    try:
-        return problems + compare_with_config(model)
-    except CheckpointError as error:  # nothing is known
-        return problems + list(error.problems)
+    return problems + (config_problems(model, folder) if config_check else [])

@@ -88,7 +88,7 @@ def measure(ranks: Any, weights: str, sizes: dict[str, Any], expected: dict[str,
     from transformers import AutoModelForCausalLM
 
     from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest
-    from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
+    from hf_fsdp_plugin.tools.merge.merging import MergeOptions, merge
     from hf_fsdp_plugin.tools.verify.verification import verify
     from tests.support.training import differing
 

@@ -162,7 +162,7 @@ def check_equal(ours: Path, stock: Path) -> None:
     """Check that both programs write the same tensors. Otherwise their times cannot be compared."""
     from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
     from hf_fsdp_plugin.checkpoint.io import InputFiles
-    from hf_fsdp_plugin.checkpoint.merging.copying import same_elements
+    from hf_fsdp_plugin.tools.merge.copying import same_elements
 
     mine, theirs = read_stored_model(ours).tensors, read_stored_model(stock).tensors
     if mine.keys() != theirs.keys():

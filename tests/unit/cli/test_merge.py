@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.merge_inputs import CONFIG
-
 
 def test_merge_prints_a_summary(checkpoint: Path, out: Path, hf_fsdp: Callable) -> None:
     code, printed, err = hf_fsdp("merge", checkpoint, out, "--verify")
@@ -40,16 +38,11 @@ def test_wrong_usage_exits_2(words: list[str], checkpoint: Path, hf_fsdp: Callab
     assert hf_fsdp("merge", checkpoint, *([] if not words else ["out", *words]))[0] == 2
 
 
-def test_merge_imports_no_heavy_library(checkpoint: Path, out: Path, imports_no_heavy_library: Callable) -> None:
-    (checkpoint / "config.json").write_text(json.dumps(CONFIG))
-    imports_no_heavy_library("merge", checkpoint, out, "--verify")
-
-
 def test_disk_error_exits_1(checkpoint: Path, out: Path, monkeypatch: pytest.MonkeyPatch, hf_fsdp: Callable) -> None:
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(os, "fsync", full)
     code, printed, _ = hf_fsdp("merge", checkpoint, out, "--json")
     (problem,) = json.loads(printed)["problems"]
     assert code == 1 and problem["code"] == "FSDP-E495" and "No space left on device" in problem["message"]

@@ -7,8 +7,7 @@ import pytest
 
 from hf_fsdp_plugin import SpecError, report
 from hf_fsdp_plugin.observe import report_builder
-from hf_fsdp_plugin.observe.report_builder import build_report
-from hf_fsdp_plugin.observe.run_checks import check_structure
+from hf_fsdp_plugin.observe.report_builder import build_report, check_structure
 from hf_fsdp_plugin.problems import Problem
 from tests.support.call_counts import calls_of
 from tests.unit.observe.live_models import make_model, make_plan, make_unit

@@ -31,7 +31,7 @@ def test_fsdp_config_path_has_line_numbers(assess, tmp_path):
 
 @pytest.mark.parametrize(
     ("config", "code"),
-    [("missing.json", "FSDP-E001"), ('{"a": }', "FSDP-E006"), (5, "FSDP-E055"), ({"offlaod_params": 1}, "FSDP-E020")],
+    [("missing.json", "FSDP-E001"), ('{"a": ', "FSDP-E006"), (5, "FSDP-E055"), ({"offlaod_params": 1}, "FSDP-E020")],
 )
 def test_invalid_fsdp_config_is_error(codes, config, code):
     assert codes(fsdp=True, fsdp_config=config) == [code]

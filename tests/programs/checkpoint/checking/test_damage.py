@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from hf_fsdp_plugin.checkpoint.formats import manifest
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
-from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
 from hf_fsdp_plugin.problems import CheckpointError
+from hf_fsdp_plugin.tools.merge.merging import MergeOptions, merge
 from hf_fsdp_plugin.tools.verify.verification import verify
 from tests.support import damages, saved
 from tests.support.merge_inputs import tree
@@ -44,15 +43,12 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
             saved.write_safetensors(folder / f"model-{part}.safetensors", {f"w{part}": (8, 3)}, {})
         names = {f"w{part}": f"model-{part}.safetensors" for part in ("00001-of-00002", "00002-of-00002")}
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    limit = manifest.MAX_INLINE
-    manifest.MAX_INLINE = 0 if "many" in request.param else limit
     places: saved.Places = {}
     if "many" in request.param:
         size = (folder / "pytorch_model_fsdp_0" / "__0_0.distcp").stat().st_size
         places = {"pytorch_model_fsdp_0/__0_0.distcp": [(0, size // 2, "first half"), (size // 2, size, "rest")]}
     parameters = {name: (tensor.dtype, tensor.shape) for name, tensor in read_stored_model(folder).tensors.items()}
     saved.write_manifest(folder, places=places, parameters=parameters)
-    manifest.MAX_INLINE = limit
     assert verify(folder, config_check=False).ok
     return folder
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from hf_fsdp_plugin.checkpoint.checking.inspection import why_incomplete
-from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.tools.inspect.summary import summarize
+from hf_fsdp_plugin.tools.merge.merging import MergeOptions, merge
 from hf_fsdp_plugin.tools.verify.verification import verify
 from tests.support import saved
 

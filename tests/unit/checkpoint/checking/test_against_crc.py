@@ -4,7 +4,9 @@ import random
 
 import pytest
 
-from hf_fsdp_plugin.checkpoint.formats.torch_files import stored_entries
+from hf_fsdp_plugin.checkpoint.formats.boxes import whole_box
+from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, read_stored_optimizer
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import labelled_tensors
 from hf_fsdp_plugin.tools.verify.verification import verify
 from tests.support import damages
 from tests.support.saved import errors, notes, only_error
@@ -22,12 +24,16 @@ def test_stock_checkpoint_is_verified_by_its_checksums(stock):
 def test_flipped_byte_of_a_stock_tensor_names_it(stock, part):
     path = stock / part / "__0_0.distcp"
     whole = path.read_bytes()
-    data = [entry for entry in stored_entries(path) if entry.stop - entry.start >= 1024]
+    stored = read_stored_model(stock) if part == "pytorch_model_fsdp_0" else read_stored_optimizer(stock)
+    assert stored is not None
+    tensors = [tensor for _, tensor in labelled_tensors(stored) if tensor.shape]
     named = set()
-    for entry in random.Random(0).sample(data, 4):
-        damages.flip(path, random.Random(entry.start).randrange(entry.start, entry.stop))
+    for tensor in random.Random(0).sample(tensors, 4):
+        (piece,), ((_, _, offset),) = tensor.pieces, tensor.parts_of(whole_box(tensor.shape))
+        damages.flip(path, offset + 3)
         text = only_error(stock, "FSDP-E471", config_check=False)
-        assert f"{part}/__0_0.distcp: bytes {entry.start:,} to {entry.stop:,} differ" in text
+        place = f"bytes {piece.offset:,} to {piece.offset + piece.archive:,} differ"
+        assert f"{part}/__0_0.distcp: {place}" in text and f"{tensor.name}" in text
         named.add(text.partition("contain ")[2].partition(". ")[0])
         path.write_bytes(whole)
     assert len(named) == 4 and all("model." in name or "lm_head." in name for name in named)
@@ -42,6 +48,5 @@ def test_truncated_stock_file_is_found(stock, length):
 
 
 def test_flipped_byte_in_scheduler_file_is_found(stock):
-    entry = next(iter(stored_entries(stock / "scheduler.pt")))
-    damages.flip(stock / "scheduler.pt", entry.start)
+    damages.flip(stock / "scheduler.pt", 70)  # in the pickle
     assert "scheduler.pt: bytes" in only_error(stock, "FSDP-E471")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +12,6 @@ from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.tools.verify.verification import verify
 from tests.support import saved
 
-FIELDS = {"global_step", "epoch", "max_steps", "best_model_checkpoint", "log_history", "stateful_callbacks"}
 STATE = {"global_step": 4, "epoch": 0.5, "max_steps": 6, "best_model_checkpoint": None, "log_history": []}
 
 
@@ -28,7 +26,7 @@ def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def check(checkpoint: Path, *, model_only: bool = False) -> Problem | None:
-    return trainer_state.check_trainer_checkpoint(checkpoint, FIELDS, model_only=model_only)
+    return trainer_state.check_trainer_checkpoint(checkpoint, model_only=model_only)
 
 
 def refusal(checkpoint: Path, *, model_only: bool = False) -> str:
@@ -45,7 +43,7 @@ def test_complete_checkpoint_is_accepted(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "code"),
     [
-        ("[]", "FSDP-E453"), ("null", "FSDP-E453"), ('{"epoch": 1, "epoch": 2}', "FSDP-E453"), ("{", "FSDP-E453"),
+        ("[]", "FSDP-E453"), ("null", "FSDP-E453"), ("{", "FSDP-E453"),
         ("[" * 100_000, "FSDP-E453"),
     ],
 )  # fmt: skip
@@ -53,20 +51,6 @@ def test_complete_checkpoint_is_accepted(checkpoint: Path) -> None:
 def test_damaged_json_is_refused(checkpoint: Path, name: str, text: str, code: str) -> None:
     (checkpoint / name).write_text(text)
     assert refusal(checkpoint).startswith(code)
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"global_step": "4"}, {"global_step": -5}, {"global_step": 4.5}, {"global_step": None}, {"global_step": True},
-        {"epoch": "1"}, {"log_history": {}}, {"stateful_callbacks": []}, {"best_model_checkpoint": 1},
-        {"best_model_checkpoint": "a\u001b[2J"}, {"a\u001b[2J": 1},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_invalid_value_is_refused(checkpoint: Path, changed: dict[str, Any]) -> None:
-    (checkpoint / "trainer_state.json").write_text(json.dumps(STATE | changed))
-    assert refusal(checkpoint).startswith("FSDP-E418") and "\u001b" not in refusal(checkpoint)
 
 
 def test_file_of_a_terabyte_is_not_read(checkpoint: Path) -> None:
@@ -93,7 +77,7 @@ def test_link_to_a_device_is_missing(checkpoint: Path) -> None:
     assert refusal(checkpoint).startswith("FSDP-E424")
 
 
-@pytest.mark.parametrize(("text", "code"), [("[]", "FSDP-E453"), ('{"global_step": "4"}', "FSDP-E418")])
+@pytest.mark.parametrize(("text", "code"), [("[]", "FSDP-E453")])
 def test_verify_refuses_it_too(tmp_path: Path, text: str, code: str) -> None:
     """With a manifest, the bytes are those that were saved."""
     folder = saved.local_checkpoint(tmp_path / "checkpoint-20")

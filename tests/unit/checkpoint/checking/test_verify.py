@@ -113,7 +113,7 @@ def test_extra_files_are_noted(local):
 def test_later_manifest_version_is_reported(local):
     path = local / MANIFEST_NAME
     path.write_text(path.read_text().replace('"version": 1', '"version": 3', 1))
-    assert "manifest version 3," in only_error(local, "FSDP-E465")
+    assert "manifest version 3 " in only_error(local, "FSDP-E465")
 
 
 def test_unfinished_save_is_reported(local):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import struct
 import zipfile
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_fsdp_plugin.checkpoint.formats.torch_files import TensorZips, TorchZip, read_archive
+from hf_fsdp_plugin.checkpoint.formats.torch_files import TensorZips, TorchZip
 from hf_fsdp_plugin.problems import CheckpointError
 
 
@@ -104,23 +103,12 @@ def test_big_endian_file_is_refused(saved: Path) -> None:
         read(saved)
 
 
-def test_entry_that_reaches_into_the_directory_is_refused(saved: Path) -> None:
-    """Else archives could overlap, and reading all of them would take a time that grows with their square."""
-    data = bytearray(saved.read_bytes())
-    last = data.rindex(b"PK\1\2")
-    for at in (last + 20, last + 24):  # the sizes of the entry that is just before the directory
-        struct.pack_into("<L", data, at, struct.unpack_from("<L", data, at)[0] + 100)
-    saved.write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"has a wrong size of the entry.*FSDP-E453"):
-        read(saved)
-
-
 @pytest.mark.parametrize("offset", [1, 1 << 20, 0xFFFFFFFE])
 def test_entry_without_a_header_is_refused(saved: Path, offset: int) -> None:
     data = bytearray(saved.read_bytes())
     struct.pack_into("<L", data, data.index(b"PK\1\2") + 42, offset)
     saved.write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"no entry .* begins at byte.*FSDP-E453"):
+    with pytest.raises(CheckpointError, match=r"is damaged: .*FSDP-E453"):
         read(saved)
 
 
@@ -136,21 +124,5 @@ def test_offsets_that_no_file_has_are_refused(tmp_path: Path, offset: int) -> No
     struct.pack_into("<L", data, end + 12, end - directory + len(wide))
     data[end:end] = wide
     (tmp_path / "a.bin").write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"no entry .* begins at byte.*FSDP-E453"):
+    with pytest.raises(CheckpointError, match=r"is damaged: .*FSDP-E453"):
         read(tmp_path / "a.bin")
-
-
-def test_each_header_is_read_once(tmp_path: Path) -> None:
-    path, count = tmp_path / "many.bin", 500
-    with zipfile.ZipFile(path, "w") as made:
-        for number in range(count):
-            made.writestr(f"many/data/{number}", b"x")
-    reads = []
-
-    class Counted(io.BytesIO):
-        def read(self, size: int | None = -1, /) -> bytes:
-            reads.append(size)
-            return super().read(size)
-
-    assert len(read_archive(Counted(path.read_bytes()))) == count
-    assert len(reads) <= 2 * count + 10, "two reads for each header, and those of the end and the directory"

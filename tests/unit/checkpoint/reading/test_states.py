@@ -9,6 +9,7 @@ import torch
 
 from hf_fsdp_plugin.checkpoint.reading import states
 from hf_fsdp_plugin.checkpoint.reading.states import check_states
+from hf_fsdp_plugin.problems import CheckpointError
 
 SHARED = ["custom_checkpoint_0.pkl", "scheduler.pt", "trainer_state.json"]
 
@@ -36,3 +37,18 @@ def test_only_rank_0_lists_the_folder(checkpoint: Path, monkeypatch: pytest.Monk
     own = {f"rng_state_{rank}.pth", f"random_states_{rank}.pkl"} | ({"rng_state.pth"} if rank == 0 else set())
     assert set(read) == own | {SHARED[rank]} - {"trainer_state.json"}
     assert len(listed) == (rank == 0)
+
+
+def test_checksums_replace_a_missing_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(states, "broadcast_object", lambda own: own)
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    torch.save({"last_epoch": torch.ones(100)}, tmp_path / "scheduler.pt")
+    torch.serialization.set_crc32_options(before)
+    check_states(tmp_path, 0, 1)
+    torch.save({"last_epoch": torch.ones(100)}, tmp_path / "scheduler.pt")
+    check_states(tmp_path, 0, 1)
+    data = (tmp_path / "scheduler.pt").read_bytes()
+    (tmp_path / "scheduler.pt").write_bytes(data.replace(torch.ones(1).numpy().tobytes(), b"abcd", 1))
+    with pytest.raises(CheckpointError, match=r"scheduler\.pt: .*FSDP-E471"):
+        check_states(tmp_path, 0, 1)

@@ -1,1 +1,0 @@
-"""Merges the model of any checkpoint into a Hugging Face folder, with bounded memory."""

@@ -1,0 +1,266 @@
+"""Writes the model of any checkpoint to a Hugging Face folder.
+
+Its memory does not grow with the model. The output is written to a staging folder, checked and renamed, so it is
+complete or does not exist. An interrupted merge starts again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final
+
+from hf_fsdp_plugin.checkpoint import names as file_names
+from hf_fsdp_plugin.checkpoint.checking.inspection import checkpoint_of
+from hf_fsdp_plugin.checkpoint.checking.verify import VerifiedFiles, check_headers
+from hf_fsdp_plugin.checkpoint.errors import problem, raise_if_any
+from hf_fsdp_plugin.checkpoint.folders import restore_replaced
+from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, refuse_deepspeed
+from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest
+from hf_fsdp_plugin.checkpoint.formats.safetensors import index_text
+from hf_fsdp_plugin.checkpoint.io import InputFiles, write_atomically
+from hf_fsdp_plugin.problems import Problem, has_errors
+from hf_fsdp_plugin.text import format_names, plural
+from hf_fsdp_plugin.tools.common import Progress
+from hf_fsdp_plugin.tools.merge import copying, output
+from hf_fsdp_plugin.tools.verify.comparison import config_problems, manifest_problems, read_config
+
+_WEIGHTS: Final = (file_names.safetensors_file(file_names.HF_MODEL), f"{file_names.HF_MODEL_BIN}.bin")
+_DESCRIPTIONS: Final = (file_names.DCP_METADATA, file_names.INDEX_FILE, *map(file_names.index_file, _WEIGHTS))
+"""Files beside the weights that contain no tensors and only describe other files."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MergeOptions:
+    """Options of a merge.
+
+    Attributes:
+        dtype: torch's name of the dtype for all floating-point tensors; ``None`` keeps their dtypes.
+        max_shard_size: maximum number of bytes of tensors per file.
+        config: the folder with the config and the tokenizer; ``None`` searches the checkpoint and the run folder above
+            it.
+        number: index of the model in the checkpoint, if ``Accelerator.prepare`` was called with several models.
+        force: replace an existing output folder.
+        verify_input: compare the bytes that are read with the hashes of the manifest.
+        verify: compare every byte of the output with the checkpoint.
+        delete_input: verify, and delete the merged files of the checkpoint if all checks pass.
+    """
+
+    dtype: str | None = None
+    max_shard_size: int = 5 * 10**9
+    config: Path | None = None
+    number: int = 0
+    force: bool = False
+    verify_input: bool = True
+    verify: bool = False
+    delete_input: bool = False
+
+
+@dataclass(kw_only=True, slots=True)
+class Merged:
+    """The result of a merge.
+
+    Attributes:
+        format: name of the checkpoint's format, as in :class:`StoredModel`.
+        num_tensors: number of tensors written; tied ones count once.
+        num_bytes: size of all weight files in bytes.
+        files: the weight files.
+        companions: config, tokenizer and other files copied from ``config_folder``.
+        aliases: omitted tied name -> the name under which its tensor is written.
+        compared_with: what names and shapes were compared with: ``manifest``, ``model`` or empty.
+        verified: whether every byte was compared.
+        deleted: whether the checkpoint's files were deleted.
+        problems: warnings and notes; an error only if ``delete_input`` could not delete the input.
+    """
+
+    out: Path
+    format: str
+    num_tensors: int
+    num_bytes: int
+    files: list[str]
+    config_folder: Path | None
+    companions: list[str]
+    aliases: dict[str, str]
+    compared_with: str = ""
+    verified: bool = False
+    deleted: bool = False
+    problems: list[Problem] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "ok": not has_errors(self.problems),
+            **{each.name: getattr(self, each.name) for each in fields(self)},
+            "out": str(self.out),
+            "config_folder": str(self.config_folder) if self.config_folder is not None else None,
+            "compared_with": self.compared_with or None,
+            "problems": [problem.to_json() for problem in self.problems],
+        }
+
+
+def merge(checkpoint: Path, out: Path, options: MergeOptions, progress: Progress | None = None) -> Merged:
+    """Write the model of ``checkpoint`` to the folder ``out``, for ``from_pretrained``.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, incomplete or of another model, ``out`` is in use, the disk is too
+            small, or the output differs from the plan. ``out`` is then unchanged.
+        OSError: writing failed. ``out`` is then unchanged.
+    """
+    out = Path(os.path.realpath(out))  # the target of a symbolic link is replaced, not the link
+    restore_replaced(out)
+    refuse_deepspeed(checkpoint)
+    output.check_places(checkpoint, out, force=options.force)
+    job = _Job(checkpoint, out, options, progress or (lambda *_: None))
+    output.check_space(out, job.plan.num_bytes)
+    job.compare_with_config()
+    with output.MergeStaging(out) as staging:
+        job.copy_tensors(staging.folder)
+        job.write_companions(staging.folder)
+        if options.verify or options.delete_input:
+            job.compare_bytes(staging.folder)
+        output.check_places(
+            checkpoint, out, force=options.force, is_complete=True
+        )  # another merge may have finished meanwhile
+        staging.commit()
+        if options.delete_input:
+            job.delete_input()
+        return job.result
+
+
+class _Job:
+    """One merge: its inputs, plan and steps."""
+
+    def __init__(self, checkpoint: Path, out: Path, options: MergeOptions, progress: Progress) -> None:
+        self.checkpoint, self.options, self.progress = checkpoint, options, progress
+        self.folder = checkpoint_of(checkpoint)
+        self.config_folder = output.find_config_folder(checkpoint, options.config)
+        self.model = read_stored_model(checkpoint, options.number)
+        self.manifest = read_manifest(self.folder)
+        self.verify_input = options.verify_input or options.delete_input
+        with self._open() as files:
+            check_headers(files, self.model)
+        # The manifest describes the first of several models.
+        self.model_manifest = self.manifest if options.number == 0 else None
+        if self.model_manifest is not None:
+            problems = manifest_problems(self.model, None, self.model_manifest)
+            # The manifest of an adapter also lists the parameters of the base model.
+            tolerated = {"FSDP-E478", "FSDP-E477"} if file_names.is_adapter(self.model.tensors) else {"FSDP-E478"}
+            raise_if_any([problem for problem in problems if problem.code not in tolerated])
+        ties = self.manifest.ties if self.manifest is not None else self._ties_of_config()
+        self.plan = output.plan_merge(self.model, ties, dtype=options.dtype, max_shard_size=options.max_shard_size)
+        self.result = Merged(
+            out=out,
+            format=self.model.format,
+            num_tensors=len(self.plan.tensors),
+            num_bytes=self.plan.num_bytes,
+            files=[file.name for file in self.plan.files],
+            config_folder=self.config_folder,
+            companions=output.companion_files(self.config_folder) if self.config_folder is not None else [],
+            aliases=dict(self.plan.aliases),
+        )
+        self._report_plan()
+
+    def _open(self) -> InputFiles:
+        if self.manifest is None or not self.verify_input:
+            return InputFiles(self.model.root)
+        return VerifiedFiles(self.model.root, self.manifest, self.folder)
+
+    def compare_with_config(self) -> None:
+        """Compare with the config's model, unless a manifest makes this unnecessary. Raises its errors."""
+        is_model = not self.plan.adapter and not file_names.is_wrapped_by_peft(self.plan.tensors)
+        if self.config_folder is None or self.model_manifest is not None or not is_model:
+            self.result.compared_with = "manifest" if self.model_manifest is not None else ""
+            return
+        found = config_problems(self.model, self.config_folder)
+        raise_if_any([each for each in found if each.severity == "error"])
+        self.result.compared_with = "" if found else "model"
+        self.result.problems += found
+
+    def copy_tensors(self, folder: Path) -> None:
+        """Write the weights."""
+        infinite: dict[str, int] = {}
+        with self._open() as source:
+            for file in self.plan.files:
+                infinite |= copying.copy_file(source, self.plan, file, folder / file.name, self.progress)
+        if infinite:
+            counts = [f"{count:,} of '{name}'" for name, count in infinite.items()]
+            message = f"values that are too large for {self.options.dtype} became infinite: {format_names(counts)}."
+            self._report("FSDP-W494", message, "Merge with --dtype bf16, or without --dtype.")
+
+    def write_companions(self, folder: Path) -> None:
+        """Write the files next to the weights: the index, config, tokenizer and so on."""
+        text = index_text(self.plan.files)
+        if text is not None:
+            write_atomically(folder / file_names.index_file(file_names.safetensors_file(file_names.HF_MODEL)), text)
+        if self.config_folder is not None:
+            output.copy_companions(self.config_folder, self.result.companions, folder, self.options.dtype)
+
+    def compare_bytes(self, folder: Path) -> None:
+        """Raise ``CheckpointError`` if the written bytes differ from the checkpoint."""
+        with self._open() as source:
+            raise_if_any(copying.byte_problems(source, self.plan, folder, self.progress))
+        self.result.verified = True
+
+    def delete_input(self) -> None:
+        """Delete the files whose contents are all in the output; other files of the checkpoint are kept."""
+        reason = ""
+        if not self.result.compared_with and not self.plan.adapter:
+            reason = "there is no model to compare its names and shapes with"
+        elif self.model.objects:
+            reason = "it contains entries that were not written"
+        if reason:
+            fix = "Delete the checkpoint manually if you do not need it."
+            self._report("FSDP-E487", f"was not deleted, because {reason}.", fix)
+            return
+        files = {self.model.root / file for tensor in self.model.tensors.values() for file in tensor.files()}
+        for path in files:
+            path.unlink()
+        for folder in {path.parent for path in files}:
+            for name in _DESCRIPTIONS:
+                (folder / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the folder contains other files
+                folder.rmdir()
+        self.result.deleted = True
+
+    def _report_plan(self) -> None:
+        """Report what the user should know about the output."""
+        if self.config_folder is None:
+            fix = "Give the folder from which the model was loaded with --config."
+            message = "no config.json was found; from_pretrained cannot load the output without one."
+            self._report("FSDP-W488", message, fix)
+        elif self.options.config is None and not self.config_folder.samefile(self.checkpoint):
+            self._report("FSDP-N490", f"config and tokenizer are copied from {self.config_folder}.")
+        if self.plan.aliases:
+            ties = [f"'{name}' (tied to '{kept}')" for name, kept in self.plan.aliases.items()]
+            message = f"the output omits {plural(len(ties), 'tied name')}, as Hugging Face does: {format_names(ties)}."
+            self._report("FSDP-N491", message)
+        if self.model.objects:
+            omitted = plural(len(self.model.objects), "non-tensor entry", "non-tensor entries")
+            self._report("FSDP-W499", f"the output omits {omitted}: {format_names(self.model.objects, 3)}.")
+        if self.plan.adapter:
+            names = format_names(self.plan.tensors, 3)
+            self._report("FSDP-N492", f"contains an adapter, which is written under its own names: {names}.")
+        elif file_names.is_wrapped_by_peft(self.plan.tensors):
+            fix = "Load the weights into the PEFT model, and call merge_and_unload()."
+            message = "contains a model with adapters, which is written under PEFT's names (base_layer)."
+            self._report("FSDP-W493", message, fix)
+
+    def _ties_of_config(self) -> list[tuple[str, ...]]:
+        """Return embedding and output layer if the config ties them and both are stored with the same bytes."""
+        fix = "Repair it, or give another folder with --config."
+        config = (read_config(self.config_folder, fix) if self.config_folder is not None else None) or {}
+        nested = config.get("text_config") or {}
+        if not config.get("tie_word_embeddings", nested.get("tie_word_embeddings", False)):
+            return []
+        tensors = self.model.tensors
+        with self._open() as files:
+            return [
+                (name, other)
+                for name, other in output.likely_ties(self.model)
+                if tensors[name].pieces == tensors[other].pieces
+                or copying.same_elements(files, tensors[name], files, tensors[other])
+            ]
+
+    def _report(self, code: str, message: str, fix: str = "") -> None:
+        self.result.problems.append(problem(code, self.checkpoint, message, fix))

@@ -1,0 +1,261 @@
+"""The output of a merge: its plan, its staging folder, and the files that are copied beside the weights.
+
+A finished merge renames the staging folder. Any other merge removes it; after a killed process, the next merge does.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_fsdp_plugin.checkpoint.checking.inspection import checkpoint_of, why_incomplete
+from hf_fsdp_plugin.checkpoint.errors import file_problems_inside, problem, raise_if_any, refuse
+from hf_fsdp_plugin.checkpoint.folders import put_in_place, replaced_path
+from hf_fsdp_plugin.checkpoint.formats.safetensors import SafetensorsFile, plan_files
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, StoredTensor, shared_tensors
+from hf_fsdp_plugin.checkpoint.io import read_file, sync, write_atomically
+from hf_fsdp_plugin.checkpoint.names import ADAPTER, FSDP_MODEL, HF_MODEL, MERGING, hidden_path, is_adapter
+from hf_fsdp_plugin.text import format_bytes
+
+FLOATS = ("float64", "float32", "bfloat16", "float16")
+"""The dtypes that are converted. Integers, booleans and quantized weights keep their dtype."""
+OUTPUT_LAYERS = ("lm_head", "embed_out", "output_layer", "decoder", "output_projection")
+"""Names of output layers. If weights are tied, Hugging Face files contain only the name of the embedding."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MergePlan:
+    """The contents of a merge's output.
+
+    Attributes:
+        tensors: name -> where its elements are stored; tied tensors occur once.
+        dtypes: name -> the dtype that is written.
+        aliases: omitted name -> the name under which its tensor is written.
+        files: the layout of the output files.
+        adapter: whether the tensors are only the weights of an adapter, without the base model.
+    """
+
+    tensors: Mapping[str, StoredTensor]
+    dtypes: Mapping[str, str]
+    aliases: Mapping[str, str]
+    files: tuple[SafetensorsFile, ...]
+    adapter: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+
+def plan_merge(
+    index: StoredModel, ties: Iterable[tuple[str, ...]], *, dtype: str | None, max_shard_size: int
+) -> MergePlan:
+    """Plan the merge of all tensors of a checkpoint.
+
+    Args:
+        ties: groups of names that share one tensor, in addition to those with the same pieces.
+        dtype: torch's name of the dtype for all floating-point tensors; ``None`` keeps their dtypes.
+        max_shard_size: maximum number of bytes of tensors per file. Adapters are one file, because PEFT reads only one.
+
+    Raises:
+        CheckpointError: there are no tensors, or safetensors does not support their dtypes.
+    """
+    if not index.tensors:
+        refuse("FSDP-E451", index.root, "contains no tensors.", "Give the folder of a checkpoint with a model.")
+    aliases = _aliases(index, [*ties, *shared_tensors(index)])
+    tensors = {name: tensor for name, tensor in index.tensors.items() if name not in aliases}
+    dtypes = {name: dtype if dtype and tensor.dtype in FLOATS else tensor.dtype for name, tensor in tensors.items()}
+    adapter = is_adapter(tensors)
+    size, stem = (sys.maxsize, ADAPTER) if adapter else (max_shard_size, HF_MODEL)
+    files = plan_files([(name, dtypes[name], tensor.shape) for name, tensor in tensors.items()], size, stem)
+    return MergePlan(tensors=tensors, dtypes=dtypes, aliases=aliases, files=tuple(files), adapter=adapter)
+
+
+def likely_ties(index: StoredModel) -> list[tuple[str, str]]:
+    """Return pairs (embedding, output layer) that may be tied: they have the same dtype and shape."""
+    return [
+        (name, other)
+        for other, tied in index.tensors.items()
+        if is_output_layer(other) and len(tied.shape) == 2
+        for name, tensor in index.tensors.items()
+        if not is_output_layer(name) and (tensor.dtype, tensor.shape) == (tied.dtype, tied.shape)
+    ]
+
+
+def is_output_layer(name: str) -> bool:
+    return name.rpartition(".")[0].rpartition(".")[2] in OUTPUT_LAYERS
+
+
+def _aliases(index: StoredModel, ties: Iterable[tuple[str, ...]]) -> dict[str, str]:
+    """Return omitted name -> kept name. The first name of each group that is not an output layer is kept."""
+    aliases: dict[str, str] = {}
+    order = {name: place for place, name in enumerate(index.tensors)}
+    for group in ties:
+        present = sorted({aliases.get(name, name) for name in group if name in order}, key=order.__getitem__)
+        present.sort(key=is_output_layer)
+        for name in present[1:]:
+            aliases[name] = present[0]
+            aliases.update({alias: present[0] for alias, kept in aliases.items() if kept == name})
+    return aliases
+
+
+MODEL_CONFIGS = ("config.json", "adapter_config.json")
+_PATTERNS = (
+    *MODEL_CONFIGS,
+    "generation_config.json",
+    "*tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",  # sentencepiece
+    "*processor_config.json",
+    "feature_extractor_config.json",
+    "chat_template*",
+    "additional_chat_templates/*.jinja",
+)
+
+
+def find_config_folder(checkpoint: Path, config: Path | None) -> Path | None:
+    """Return the first folder with a model config: ``config`` if given, else the checkpoint or the run folder above it.
+
+    Raises:
+        CheckpointError: the given folder has no config.
+    """
+    if config is not None:
+        folder = config.parent if config.name in MODEL_CONFIGS else config
+        if not _has_config(folder):
+            fix = "Give the folder from which the model was loaded."
+            refuse("FSDP-E489", config, f"has no {MODEL_CONFIGS[0]}.", fix)
+        return folder
+    here = checkpoint.resolve()
+    above = (here.parent, here.parent.parent) if here.name.startswith(FSDP_MODEL) else (here.parent,)
+    return next((folder for folder in (checkpoint, *above) if _has_config(folder)), None)
+
+
+def companion_files(folder: Path) -> list[str]:
+    """Return the paths of the files to copy, relative to ``folder``; Python files only if a config refers to them.
+
+    Raises:
+        CheckpointError: a file is a link out of the folder, to a file that the checkpoint must not publish.
+    """
+    has_code = any(b'"auto_map"' in read_file(path) for path in folder.glob("*config.json") if path.is_file())
+    patterns = [*_PATTERNS, *(["*.py"] if has_code else [])]
+    found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    names = sorted(path.relative_to(folder).as_posix() for path in found)
+    raise_if_any(file_problems_inside(folder, names, folder))
+    return names
+
+
+def copy_companions(folder: Path, names: list[str], out: Path, dtype: str | None) -> None:
+    """Copy the files. If ``dtype`` is given, it replaces the dtype in the model's config."""
+    for name in names:
+        target = out / name
+        target.parent.mkdir(exist_ok=True)
+        if name == "config.json" and dtype is not None:
+            config = _with_dtype(json.loads((folder / name).read_text(encoding="utf-8")), dtype)
+            write_atomically(target, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+        else:
+            shutil.copyfile(folder / name, target)
+            sync(target)
+
+
+def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Return the config and its nested configs with this dtype, under the existing key (``torch_dtype`` until 4.56)."""
+    changed = {
+        key: _with_dtype(value, dtype) if isinstance(value, dict) and key.endswith("_config") else value
+        for key, value in config.items()
+        if key != "quantization_config"
+    }
+    keys = [key for key in ("dtype", "torch_dtype") if key in config]
+    return {**config, **changed, **dict.fromkeys(keys, dtype)}
+
+
+def _has_config(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in MODEL_CONFIGS)
+
+
+def staging_path(out: Path) -> Path:
+    return hidden_path(out, MERGING)
+
+
+class MergeStaging:
+    """The folder ``.OUT.merging`` next to ``OUT``, locked by one merge at a time. Removed if it is not committed."""
+
+    def __init__(self, out: Path) -> None:
+        self.out, self.folder = out, staging_path(out)
+        self._is_committed = False
+
+    def __enter__(self) -> MergeStaging:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self.folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            fix = "Wait for it, or give another output folder."
+            refuse("FSDP-E485", self.folder, "is in use by another merge.", fix)
+        for leftover in self.folder.iterdir():  # of a merge that was killed
+            shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._is_committed:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._lock)
+
+    def commit(self) -> None:
+        """Rename the folder to ``OUT``, then delete the folder that was at ``OUT`` before."""
+        sync(self.folder)
+        replaced = put_in_place(self.folder, self.out)
+        self._is_committed = True
+        if replaced is not None:
+            shutil.rmtree(replaced)
+
+
+def check_places(checkpoint: Path, out: Path, *, force: bool, is_complete: bool = False) -> None:
+    """Raise ``CheckpointError`` if the checkpoint is incomplete, or if the output would overwrite anything.
+
+    Args:
+        is_complete: the caller checks whether the checkpoint is complete.
+    """
+    problems = []
+    here = Path(os.path.realpath(checkpoint))
+    if not checkpoint.is_dir():
+        message = "is not a folder." if checkpoint.exists() else "does not exist."
+        fix = "Give the folder of a checkpoint, such as output_dir/checkpoint-100."
+        problems.append(problem("FSDP-E450", checkpoint, message, fix))
+    if out.is_relative_to(here) or here.is_relative_to(out):
+        relation = "is inside the checkpoint" if out.is_relative_to(here) else "contains the checkpoint"
+        relation = "is the checkpoint itself" if out == here else relation
+        problems.append(problem("FSDP-E480", out, f"{relation}.", "Give an output folder next to the checkpoint."))
+    elif out.exists() and not out.is_dir():
+        problems.append(problem("FSDP-E481", out, "is a file.", "Give a folder."))
+    elif out.is_dir() and any(out.iterdir()) and not force:
+        fix = "Give another folder, or replace this one with --force."
+        problems.append(problem("FSDP-E481", out, "is not empty.", fix))
+    if replaced_path(out).exists():
+        message = "is the previous output folder, which an interrupted merge has renamed."
+        problems.append(problem("FSDP-E482", replaced_path(out), message, "Compare both folders, and delete this one."))
+    is_known = is_complete or not checkpoint.is_dir()
+    incomplete = None if is_known else why_incomplete(checkpoint_of(checkpoint))
+    if incomplete is not None:
+        message = f"is not a complete checkpoint: {incomplete}"
+        problems.append(problem("FSDP-E483", checkpoint, message, "Merge another checkpoint."))
+    raise_if_any(problems)
+
+
+def check_space(out: Path, needed: int) -> None:
+    """Raise ``CheckpointError`` if the output does not fit on the disk. ``needed`` is its size in bytes."""
+    above = next(folder for folder in out.parents if folder.is_dir())
+    status = os.statvfs(above)
+    free = status.f_bavail * status.f_frsize
+    if needed > free:
+        message = f"has {format_bytes(free)} of free space; the merge needs {format_bytes(needed)}."
+        refuse("FSDP-E484", above, message, "Free some space, or give an output folder on another disk.")
