@@ -279,10 +279,11 @@ def support_mapping_outputs(model: nn.Module) -> None:
 
 def watch_mappings(unit: Any, output: Any) -> None:
     """Register the unit's hooks for backward on the tensors of an output in which FSDP does not look for them."""
-    is_unknown = isinstance(output, Mapping) and not isinstance(output, dict)
-    if is_unknown and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        if tensors := [tensor for tensor in float_outputs(output) if tensor.requires_grad]:
-            private_api(unit).start_backward_at(unit, tensors)
+    if torch.compiler.is_compiling() or isinstance(output, dict) or not isinstance(output, Mapping):
+        return
+    tensors = [tensor for tensor in float_outputs(output) if tensor.requires_grad]
+    if tensors and torch.is_grad_enabled():
+        private_api(unit).start_backward_at(unit, tensors)
 
 
 def private_api(unit: nn.Module) -> Any:
