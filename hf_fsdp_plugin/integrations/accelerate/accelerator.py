@@ -101,7 +101,9 @@ def init_accelerator(original: Callable[..., None], accelerator: Any, *args: Any
         spec = fp8.with_handlers(spec, arguments.get("kwargs_handlers") or (), SOURCE)
         plugin = plugins.PlannedFsdpPlugin.replacing(plugin, spec)
     elif isinstance(plugin, plugins.PlannedFsdpPlugin):
-        plugin.use_spec(with_script_settings(plugin.spec, parallelism_config=mesh))
+        changed = with_script_settings(plugin.spec, parallelism_config=mesh)
+        if changed is not plugin.spec:  # otherwise a state dict type that the script has set stays
+            plugin.use_spec(changed)
     if not isinstance(plugin, plugins.PlannedFsdpPlugin):
         original(**arguments)
         if plugin is None and accelerator.num_processes > 1 and session().installed:
