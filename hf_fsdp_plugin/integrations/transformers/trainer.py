@@ -216,7 +216,6 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
     if resuming.is_started_again() or resume:
         found = checkpoint_to_resume(trainer, resume)
         args, kwargs = (found, *args[1:]), {k: v for k, v in kwargs.items() if k != "resume_from_checkpoint"}
-    refuse_whole_averages(trainer)
     if (dtype := _full_eval(trainer)) is not None:
         message = f"{dtype}_full_eval converts the whole model to {dtype} after a training, but the weights are "
         message += "shards, which the training computes in another dtype."
@@ -265,15 +264,6 @@ def _full_eval(trainer: Any) -> Literal["bf16", "fp16"] | None:
 def _without_full_eval(trainer: Any) -> AbstractContextManager[None]:
     """Keep the Trainer from converting shards, and from moving the whole model to the device, in the block."""
     return attributes_in_block(trainer.args, bf16_full_eval=False, fp16_full_eval=False)
-
-
-def refuse_whole_averages(trainer: Any) -> None:
-    """Raise ``SpecError`` for a callback of TRL that averages whole copies of the weights."""
-    for callback in trainer.callback_handler.callbacks:
-        if any(base.__name__ == "BEMACallback" for base in type(callback).__mro__):
-            message = f"{type(callback).__name__} averages whole copies of the weights, but each rank has only shards."
-            fix = "Average the shards, which are model.parameters() after prepare(), or train without FSDP."
-            raise SpecError([Problem(code="FSDP-E627", message=message, fix=fix)])
 
 
 class FsdpTrainerMixin:
