@@ -89,8 +89,7 @@ VERDICTS: dict[Verdict, str] = {
 GROUPS: dict[Group, str] = {
     "accelerate": "Installed by `install()`, `accelerator()` and `FsdpTrainer`, with those of torch, PEFT, TRL and "
     "sentence-transformers. The functions that save and load run as they are for models that are not sharded.",
-    "transformers": "Installed by `install()`. `FsdpTrainer`, `FsdpTrainerMixin` and `FsdpTrainingArguments` override "
-    "the same methods in a subclass instead.",
+    "transformers": "Installed by `install()`, and by `FsdpTrainer`, `FsdpTrainerMixin` and `FsdpTrainingArguments`.",
     "loading": "Installed by `install()`, and when a spec enables FSDP.",
     "calls": "Installed together with the groups `hangs` and `phases`.",
     "hangs": "Installed in ranks, unless `--hang_timeout 0` or `HF_FSDP_HANG_TIMEOUT=0` is set. They call the "
