@@ -19,7 +19,6 @@ _EXPORTS = {
     "integrations.accelerate.accelerator": ("accelerator",),
     "integrations.install": ("install", "uninstall"),
     "integrations.moving_average": ("ExponentialMovingAverage",),
-    "tools.profile.callback": ("ProfilerCallback",),
     "integrations.resuming": ("newest_checkpoint",),
     "integrations.reports": ("report",),
     "integrations.transformers.loading": ("from_pretrained",),
@@ -62,7 +61,6 @@ if TYPE_CHECKING:
     from hf_fsdp_plugin.problems import SpecError as SpecError
     from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec as FsdpSpec
     from hf_fsdp_plugin.spec.load import load_spec as load_spec
-    from hf_fsdp_plugin.tools.profile.callback import ProfilerCallback as ProfilerCallback
 
 
 def __getattr__(name: str) -> Any:

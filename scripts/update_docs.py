@@ -98,8 +98,7 @@ GROUPS: dict[Group, str] = {
     "calls": "Installed together with the groups `hangs` and `phases`.",
     "hangs": "Installed in ranks, unless `--hang_timeout 0` or `HF_FSDP_HANG_TIMEOUT=0` is set. They call the "
     "original and record the call (see [hangs.md](hangs.md)).",
-    "phases": "Installed when an observer is attached: in the ranks of `hf-fsdp profile` and of `hf-fsdp check --run`, "
-    "and by `ProfilerCallback`.",
+    "phases": "Installed when an observer is attached: in the ranks of `hf-fsdp profile` and of `hf-fsdp check --run`.",
 }
 
 

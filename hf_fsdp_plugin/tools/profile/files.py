@@ -30,7 +30,7 @@ TRACES_FOLDER: Final = "traces"
 RESULT: Final = "profile.json"
 PARTIAL: Final = ".part"
 """Suffix of a file that is being written."""
-_FEWER: Final = "or profile fewer: wait, warmup and active (of `hf-fsdp profile`: --wait, --warmup, --active)."
+_FEWER: Final = "or profile fewer: --wait, --warmup, --active."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,6 @@ class ProfileOptions:
         active: steps that are analyzed.
         after: steps without the profiler after them, with which its overhead is measured.
         stops: whether the script ends after these steps.
-        raises: whether a failure of the profile ends the script. Otherwise the training continues without it.
     """
 
     folder: str
@@ -53,7 +52,6 @@ class ProfileOptions:
     active: int = 4
     after: int = 3
     stops: bool = True
-    raises: bool = True
 
     @property
     def last_traced(self) -> int:
@@ -90,7 +88,7 @@ def missing_parts(ranks: Sequence[RankProfile], options: ProfileOptions) -> list
     problems = []
     if len(profiled) < (world_size := ranks[0].world_size):
         message = f"the profile contains {plural(len(profiled), 'rank')} of {world_size:,}."
-        fix = "Write to a folder that all machines share: --output DIR, or output_dir of ProfilerCallback."
+        fix = "Write to a folder that all machines share: --output DIR."
         problems.append(Problem(code="FSDP-W777", message=message, fix=fix))
     if num_made < options.last_traced:
         message = f"{made}, fewer than the {options.last_traced} of the profile."
