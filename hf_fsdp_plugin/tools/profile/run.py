@@ -39,7 +39,13 @@ from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.rank_variables import launched_rank, launched_world_size
 from hf_fsdp_plugin.state import process
 from hf_fsdp_plugin.tools.profile import rank_profile
-from hf_fsdp_plugin.tools.profile.files import NUM_TRACES, OPTIONS_VARIABLE, ProfileOptions, remove_paths, write_file
+from hf_fsdp_plugin.tools.profile.run_profile import (
+    NUM_TRACES,
+    OPTIONS_VARIABLE,
+    ProfileOptions,
+    remove_paths,
+    write_file,
+)
 from hf_fsdp_plugin.torch_private.functions import profiler_is_running
 from hf_fsdp_plugin.torch_private.modules import set_unit_name, unit_name
 
