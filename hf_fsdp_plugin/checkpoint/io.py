@@ -11,7 +11,6 @@ import gc
 import json
 import os
 import stat
-import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -22,7 +21,6 @@ from typing import Any, BinaryIO, Self
 import xxhash
 
 from hf_fsdp_plugin.checkpoint.errors import refuse
-from hf_fsdp_plugin.state import process
 
 PAGE = 4096
 """Alignment in bytes of direct writes, in the file and in memory."""
@@ -233,34 +231,9 @@ _BLOCK = 4 << 20
 """Bytes read at once: large enough for a disk, and small enough to be in the CPU cache when they are hashed."""
 
 
-class _Memory(threading.local):
-    """Memory that each thread reuses: new memory for each range takes as long as hashing it."""
-
-    def __init__(self) -> None:
-        self.block = memoryview(bytearray(_BLOCK))
-
-
-_memory = process.owns(_Memory)
-
-
 def hash_bytes(data: Any) -> str:
     """Return the xxh3_128 of contiguous bytes (bytes, memoryview, an array), in hexadecimal."""
     return xxhash.xxh3_128_hexdigest(data)
-
-
-def file_blocks(path: Path, start: int = 0, stop: int | None = None) -> Iterator[memoryview]:
-    """Yield the bytes ``[start, stop)`` of a file, or up to its end, in blocks. The memory is reused for the next one.
-
-    The GIL is released while bytes are read.
-    """
-    with open_for_reading(path) as file:
-        while stop is None or start < stop:
-            wanted = _BLOCK if stop is None else min(_BLOCK, stop - start)
-            count = os.preadv(file.fileno(), [_memory().block[:wanted]], start)
-            if count == 0:
-                break
-            yield _memory().block[:count]
-            start += count
 
 
 def hash_file(path: Path, start: int = 0, stop: int | None = None) -> str:
@@ -272,9 +245,13 @@ def hash_file(path: Path, start: int = 0, stop: int | None = None) -> str:
         CheckpointError: the file ends before ``stop``.
     """
     hasher, position = xxhash.xxh3_128(), start
-    for block in file_blocks(path, start, stop):
-        hasher.update(block)
-        position += len(block)
+    with open_for_reading(path) as file:
+        while stop is None or position < stop:
+            block = os.pread(file.fileno(), _BLOCK if stop is None else min(_BLOCK, stop - position), position)
+            if not block:
+                break
+            hasher.update(block)
+            position += len(block)
     if stop is not None and position < stop:
         refuse("FSDP-E453", path, f"ends at byte {position:,}; expected {stop:,} bytes.")
     return hasher.hexdigest()

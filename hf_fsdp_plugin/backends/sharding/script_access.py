@@ -40,7 +40,7 @@ from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.state import find_part, own_parts
 from hf_fsdp_plugin.text import format_names
 from hf_fsdp_plugin.torch_private import fsdp1, fsdp2
-from hf_fsdp_plugin.torch_private.functions import gradient_hooks, runs_after_accumulation
+from hf_fsdp_plugin.torch_private.functions import CALLS_FORWARD, gradient_hooks, runs_after_accumulation
 from hf_fsdp_plugin.torch_private.modules import local_tensor, registrations
 
 _GATHERS = "_hf_fsdp_gathers"
@@ -61,7 +61,10 @@ def support_submodule_calls(model: nn.Module) -> None:
     if isinstance(model, FullyShardedDataParallel):
         for unit in FullyShardedDataParallel.fsdp_modules(model):
             unit.forward = _forward_if_sharded(model, unit)  # type: ignore[method-assign]
-    elif not isinstance(model, FSDPModule):
+    elif isinstance(model, FSDPModule):
+        for module in _units_of(model):
+            module.forward = _forward_of_call(module)
+    else:
         return
     calls = _Calls(model)
     own_parts(model).put(calls)
@@ -80,6 +83,29 @@ def support_submodule_calls(model: nn.Module) -> None:
             module.generate = calls.wrap_generate(module, generate)  # type: ignore[assignment]
         if hasattr(type(module), "resize_token_embeddings"):
             module.resize_token_embeddings = _refuse_resize  # type: ignore[assignment]
+
+
+def _forward_of_call(unit: Any) -> Callable[..., Any]:
+    """Return the forward of a unit of FSDP2 that calls the unit if a script calls ``unit.forward(x)``, as FSDP1 does.
+
+    The hooks of FSDP2, which gather the parameters, would not run.
+    """
+    forward = unit.forward
+
+    @functools.wraps(forward)
+    def forward_of_call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not fsdp2.is_outside_of_call(unit):
+            return forward(*args, **kwargs)
+        return unit(*args, **kwargs)
+
+    setattr(forward_of_call, CALLS_FORWARD, True)
+    return forward_of_call
+
+
+def _refuse_resize(*args: Any, **kwargs: Any) -> NoReturn:
+    message = "resize_token_embeddings was called on a sharded model, whose embeddings are shards."
+    fix = "Call it before prepare(), or before the Trainer is created."
+    raise SpecError([Problem(code="FSDP-E610", message=message, fix=fix)])
 
 
 def gathers_root_itself(method: Any) -> bool:

@@ -7,7 +7,6 @@ parts, and no others.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -38,13 +37,8 @@ def damage_problem(path: Path, damaged: Sequence[FileRange], num_ranges: int, na
     return problem("FSDP-E471", path, f"{where} differ from what was saved. {contents}", REPLACE_FILE)
 
 
-_RUN = 4 << 20
-"""Maximum number of bytes of whole blocks that are read at once: few, so that they are hashed in the CPU cache."""
-_MAX_KEPT = 2 << 20
-"""A block of which a read needs only a part is kept for the next read. Maximum number of bytes of all kept blocks: two
-of the largest blocks that are written, because files are read from start to end."""
-_MAX_BLOCK = 16 << 20
-"""Maximum size in bytes of a block that is kept. Files without tensors, and earlier manifests, have larger ranges."""
+_STEP = 4 << 20
+"""Bytes of a file that are read at once: few, so that they are hashed in the CPU cache. Blocks end at its multiples."""
 
 
 def files_of_checkpoint(checkpoint: Path, stored: StoredModel | StoredOptimizer, *, verify: bool) -> InputFiles:
@@ -98,33 +92,29 @@ class VerifiedFiles(InputFiles):
         self._below = root.resolve().relative_to(folder.resolve())
         self._records = {record.path: record for record in manifest.files}
         self._blocks: dict[str, Sequence[FileRange]] = {}
-        self._kept: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
         self._checked: set[tuple[str, int]] = set()
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()
-        self._kept.clear()
         self._checked.clear()
 
     def read(self, file: str, offset: int, out: memoryview) -> None:
         blocks = self.blocks_of(file)
         index = bisect_right(blocks, offset, key=attrgetter("stop"))
-        stop = offset + len(out)
-        while offset < stop and index < len(blocks):
-            run = self._whole_blocks(blocks, index, offset, stop)
-            if run:
-                part, out = out[: run[-1].stop - offset], out[run[-1].stop - offset :]
-                super().read(file, offset, part)
-                for block in run:
+        while out:
+            part = out[: _STEP - offset % _STEP]
+            stop = offset + len(part)
+            super().read(file, offset, part)
+            while index < len(blocks) and blocks[index].start < stop:
+                block = blocks[index]
+                if offset <= block.start and block.stop <= stop:
                     self._compare(file, block, hash_bytes(part[block.start - offset : block.stop - offset]))
-                offset, index = run[-1].stop, index + len(run)
-                continue
-            block = blocks[index]
-            count = min(stop, block.stop) - offset
-            self._read_part(file, block, offset, out[:count])
-            offset, out, index = offset + count, out[count:], index + 1
-        if offset < stop:
-            super().read(file, offset, out)  # raises an error: the file ended here when it was saved
+                else:  # a part of the block: all of it is read again, from the page cache
+                    self.check_block(file, block)
+                if block.stop > stop:
+                    break
+                index += 1
+            offset, out = stop, out[len(part) :]
 
     def check_file(self, file: str) -> None:
         """Compare all bytes of a file."""
@@ -139,40 +129,17 @@ class VerifiedFiles(InputFiles):
             self._blocks[file] = self._records[path].ranges
         return self._blocks[file]
 
-    def _whole_blocks(self, blocks: Sequence[FileRange], index: int, start: int, stop: int) -> list[FileRange]:
-        """Return the next blocks that are completely in the bytes ``[start, stop)``, up to ``_RUN`` bytes."""
-        run: list[FileRange] = []
-        for number in range(index, len(blocks)):
-            block = blocks[number]
-            if block.start < start or block.stop > stop or (run and block.stop - start > _RUN):
-                break
-            run.append(block)
-        return run
-
-    def _read_part(self, file: str, block: FileRange, offset: int, out: memoryview) -> None:
-        """Read a part of a block. The block is read and compared once, and kept for the next read."""
-        if block.stop - block.start > _MAX_BLOCK:
-            self.check_block(file, block)
-            super().read(file, offset, out)
+    def check_block(self, file: str, block: FileRange) -> None:
+        """Read and compare a block of any size once."""
+        if (file, block.start) in self._checked:
             return
-        key = file, block.start
-        if key in self._kept:
-            self._kept.move_to_end(key)
-        else:
+        if block.stop - block.start <= _STEP:
             data = memoryview(bytearray(block.stop - block.start))
             super().read(file, block.start, data)
             self._compare(file, block, hash_bytes(data))
-            self._kept[key] = data
-            while len(self._kept) > 1 and sum(map(len, self._kept.values())) > _MAX_KEPT:
-                self._kept.popitem(last=False)
-        begin = offset - block.start
-        out[:] = self._kept[key][begin : begin + len(out)]
-
-    def check_block(self, file: str, block: FileRange) -> None:
-        """Read and compare a block of any size once."""
-        if (file, block.start) not in self._checked:
+        else:
             self._compare(file, block, hash_file(self._root / file, block.start, block.stop))
-            self._checked.add((file, block.start))
+        self._checked.add((file, block.start))
 
     def _compare(self, file: str, block: FileRange, found: str) -> None:
         if found != block.hash:

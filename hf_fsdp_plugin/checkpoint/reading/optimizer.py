@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.backends.optimizers.parameters import state_factory, step_mode
 from hf_fsdp_plugin.backends.torch_types import dtensor_like
-from hf_fsdp_plugin.checkpoint.errors import raise_if_any, refuse
+from hf_fsdp_plugin.checkpoint.errors import problem, raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.formats import optimizer_state
 from hf_fsdp_plugin.checkpoint.formats.boxes import whole_box
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_optimizer
@@ -231,11 +231,11 @@ class _StateLoader:
         problems = []
         if unsupported:
             message = f"has optimizer state that cannot be sharded like its parameters: {format_names(unsupported)}."
-            problems.append(resharding.mismatch_problem("FSDP-E426", self._checkpoint, message))
+            problems.append(problem("FSDP-E426", self._checkpoint, message, resharding.OTHER_MODEL))
         if other_shards:  # for example, quantized state
             message = f"has optimizer state of other shards than those of this rank: {format_names(other_shards)}."
             fix = "Resume with the same FSDP version, strategy and number of ranks, or start with a new optimizer."
-            problems.append(resharding.mismatch_problem("FSDP-E426", self._checkpoint, message, fix))
+            problems.append(problem("FSDP-E426", self._checkpoint, message, fix))
         raise_if_any(problems)
 
     def _entry(self, files: InputFiles, parameter: torch.Tensor, shards: Sequence[LocalShard]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,13 +31,14 @@ from hf_fsdp_plugin.checkpoint.folders import check_visible
 from hf_fsdp_plugin.checkpoint.formats import boxes
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import Stored, StoredModel, StoredTensor
-from hf_fsdp_plugin.checkpoint.io import MAX_SPAN, InputFiles, object_in
+from hf_fsdp_plugin.checkpoint.io import MAX_SPAN, InputFiles
 from hf_fsdp_plugin.checkpoint.shards import ModelShards, Piece, model_shards
 from hf_fsdp_plugin.messages import progress_bar
 from hf_fsdp_plugin.plan.names import unwrapped
-from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_names, plural
 
+OTHER_MODEL: Final = "Load it into the model that was saved, or load another checkpoint."
+"""Remedy for a checkpoint that does not match a model or an optimizer."""
 ReadElements = Callable[[InputFiles], None]
 """Reads the elements of stored tensors into the shards of this rank."""
 
@@ -137,25 +138,6 @@ def _memory(tensor: torch.Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def mismatch_problem(code: str, checkpoint: Path, message: str, fix: str = "") -> Problem:
-    """Return a problem of a checkpoint that does not match a model or an optimizer."""
-    if not fix:
-        kind = _model_type(checkpoint)
-        fix = f"Load it into the model that was saved{f', a {kind}' if kind else ''}, or load another checkpoint."
-    return problem(code, checkpoint, message, fix)
-
-
-def _model_type(checkpoint: Path) -> str:
-    """Return the config's model type, such as ``LlamaForCausalLM (llama)``; empty without a config."""
-    for folder in (checkpoint, checkpoint.parent):
-        if config := object_in(folder / "config.json"):
-            classes = config.get("architectures")
-            names = [*(classes[:1] if isinstance(classes, list) else ()), config.get("model_type")]
-            first, *others = [str(name) for name in names if name] or [""]
-            return f"{first} ({others[0]})" if others else first
-    return ""
-
-
 class IncompatibleKeys(NamedTuple):
     """The result of ``load_state_dict``, as torch names it."""
 
@@ -253,7 +235,7 @@ def _matched(
         ("FSDP-E423", shapes, f"has {plural(len(shapes), 'tensor')} with another shape than in the model"),
     ]
     raise_if_any(
-        [mismatch_problem(code, place, f"{text}: {format_names(wrong)}.") for code, wrong, text in rows if wrong]
+        [problem(code, place, f"{text}: {format_names(wrong)}.", OTHER_MODEL) for code, wrong, text in rows if wrong]
     )
 
     def fill(files: InputFiles) -> None:

@@ -48,10 +48,8 @@ POLL_INTERVAL = 0.02
 """Seconds between checks for the records of other ranks."""
 _POLL_COST = 1e-4
 """Seconds for each rank between reads of the folder of the records, which has a file for each rank."""
-_LOOK_AGAIN = 1.0
-"""Seconds between reads of the times of all files."""
-_EXIT_TIMEOUT = 60.0
-"""A process that exits abandons a save if no rank has written a byte for this many seconds."""
+_EXIT_TIMEOUT = 600.0
+"""Seconds that rank 0 waits at the exit for other ranks to write their parts."""
 _MANY_RANKS, _STEPS = 16, 8
 """A poll is a collective that waits for the slowest rank. More ranks than ``_MANY_RANKS`` poll every 8 steps."""
 _SIGTERM_TIMEOUT = 20.0
@@ -417,23 +415,16 @@ class Save:
             self._thread.join(timeout)
 
     def join_at_exit(self) -> None:
-        """Wait while any rank makes progress, then raise this rank's error, if any. Not collective."""
+        """Wait for the save, then raise this rank's error, if any. Not collective.
+
+        Rank 0 waits for the other ranks at most ``_EXIT_TIMEOUT`` seconds after it has written its own part.
+        """
         assert self._thread is not None
-        times: list[int] = []
-        since = time.monotonic()
-        while self._thread.is_alive():
-            self._thread.join(_LOOK_AGAIN)
-            if not self._record_written:
-                since = time.monotonic()
-                continue
-            # Only rank 0 waits for others, and reads the times of all their files.
-            before = times
-            with suppress(OSError):  # the commit may rename the folder meanwhile
-                times = [path.stat().st_mtime_ns for path in sorted(self.staging.root.rglob("*"))]
-            if times != before:
-                since = time.monotonic()
-            if time.monotonic() - since > _EXIT_TIMEOUT:
-                raise _OtherRankFailed(self.final, self.staging.read_failures())
+        while self._thread.is_alive() and not self._record_written:
+            self._thread.join(1.0)
+        self._thread.join(_EXIT_TIMEOUT)
+        if self._thread.is_alive():
+            raise _OtherRankFailed(self.final, self.staging.read_failures())
         if self._error is not None:
             self.discard()
             raise self._error

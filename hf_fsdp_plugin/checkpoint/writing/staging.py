@@ -17,7 +17,7 @@ Ranks communicate through files, because collectives of a background save would 
 from __future__ import annotations
 
 import errno
-import json
+import pickle
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -31,40 +31,16 @@ from hf_fsdp_plugin.checkpoint.errors import os_errors_as_problems
 from hf_fsdp_plugin.checkpoint.formats import manifest as manifests
 from hf_fsdp_plugin.checkpoint.io import sync, without_collection, write_atomically
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME, SAVING, accelerate_rng_file, hidden_path, trainer_rng_file
-from hf_fsdp_plugin.checkpoint.writing.dcp_files import FolderEntries, SmallEntry, WrittenTensor, complete_folders
+from hf_fsdp_plugin.checkpoint.writing.dcp_files import FolderEntries, complete_folders
 from hf_fsdp_plugin.problems import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """The files that one rank has written and synced, and the entries in them."""
+    """The files that one rank has written and synced, and the entries in them. Pickled for rank 0 of the same run."""
 
     files: tuple[manifests.FileRecord, ...]
     entries: tuple[FolderEntries, ...]
-
-    def to_text(self) -> str:
-        """Return the record as JSON."""
-        files = [(file.path, file.size, file.ranges) for file in self.files]
-        entries = []
-        for own in self.entries:
-            smalls = [(small.path, small.data.hex(), small.dtype) for small in own.smalls]
-            entries.append([own.folder, own.file, own.tensors, smalls, own.aliases])
-        return json.dumps([files, entries])
-
-    @classmethod
-    def of_text(cls, text: bytes) -> RankRecord:
-        """Return the record that :meth:`to_text` has returned as JSON."""
-        files, folders = json.loads(text)
-        written, entries = [], []
-        for path, size, places in files:
-            ranges = [manifests.FileRange(*place) for place in places]
-            written.append(manifests.FileRecord(path=path, size=size, ranges=ranges))
-        for folder, file, tensors, smalls, aliases in folders:
-            found = [WrittenTensor(tuple(path), *rest) for path, *rest in tensors]
-            values = [SmallEntry(tuple(path), bytes.fromhex(data), dtype) for path, data, dtype in smalls]
-            tied = [(tuple(alias), tuple(path)) for alias, path in aliases]
-            entries.append(FolderEntries(folder, file, found, values, tied))
-        return cls(tuple(written), tuple(entries))
 
 
 class StagingFolder:
@@ -126,7 +102,7 @@ class StagingFolder:
         """Write the record of a rank, with the files that only this rank has written for the Trainer or Accelerate."""
         own = [name for name in (trainer_rng_file(rank), accelerate_rng_file(rank)) if (self.folder / name).is_file()]
         record = replace(record, files=(*record.files, *(_synced(self.folder, name) for name in own)))
-        write_atomically(self._record_path(rank), record.to_text())
+        write_atomically(self._record_path(rank), pickle.dumps(record))
 
     def _record_path(self, rank: int) -> Path:
         return self._records / f"rank{rank}.record"
@@ -152,7 +128,7 @@ class StagingFolder:
     @without_collection()
     def read_records(self, world_size: int) -> list[RankRecord]:
         """Return the records of all ranks, in rank order."""
-        return [RankRecord.of_text(self._record_path(rank).read_bytes()) for rank in range(world_size)]
+        return [pickle.loads(self._record_path(rank).read_bytes()) for rank in range(world_size)]
 
     def commit(self, ranks: Sequence[RankRecord], manifest: manifests.Manifest) -> None:
         """Complete the checkpoint, sync it and rename it. Called by rank 0 when all ranks have written their records.

@@ -19,7 +19,6 @@ from __future__ import annotations
 import datetime
 import itertools
 import math
-import time
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from typing import Any, Final
@@ -112,14 +111,6 @@ def optimizer_files(shards: OptimizerShards, index: int = 0, rank: int | None = 
     return rank_file(file_names.numbered_name(file_names.OPTIMIZER, index), tensors, values, [], rank)
 
 
-_MONOTONIC_ZERO: Final = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=time.monotonic())
-
-
-def time_of_save() -> str:
-    """Return the time in UTC, in ISO 8601, which does not go back in a run whose clock is set back."""
-    return (_MONOTONIC_ZERO + datetime.timedelta(seconds=time.monotonic())).isoformat(timespec="seconds")
-
-
 def manifest_of(model: nn.Module, kind: StateDictKind, *, adapter_only: bool = False, **facts: Any) -> Manifest:
     """Return the manifest for ``model``, which must have a plan. ``files`` is empty. No communication.
 
@@ -139,7 +130,7 @@ def manifest_of(model: nn.Module, kind: StateDictKind, *, adapter_only: bool = F
         world_size=dist.get_world_size(),
         mesh=plan.mesh.axes(),
         strategy=plan.strategy,
-        created=time_of_save(),
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         versions={"hf_fsdp_plugin": __version__, **versions},
         settings={name: value for name, value in plan.settings() if not name.startswith("launch.")},
         parameters=parameters,

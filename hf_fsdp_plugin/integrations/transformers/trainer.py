@@ -15,6 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -26,7 +27,7 @@ from transformers.utils import find_labels
 
 from hf_fsdp_plugin.backends.ranks.agreement import TRAINING_LIMIT, preparation_limit, wait_for_all_ranks
 from hf_fsdp_plugin.backends.sharding.script_access import ParameterCounts
-from hf_fsdp_plugin.backends.sharding.shard import plan_of
+from hf_fsdp_plugin.backends.sharding.shard import create_with_original_shapes, plan_of
 from hf_fsdp_plugin.checkpoint.names import TRAINER_PREFIX
 from hf_fsdp_plugin.integrations import patching, resuming
 from hf_fsdp_plugin.integrations.accelerate import run_report
@@ -225,8 +226,10 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
     callbacks = (StartChecks(trainer), agreed := AgreedCheckpoint(trainer))
     for callback in callbacks:
         trainer.add_callback(callback)
+    create = partial(create_optimizer, trainer, _own_create_optimizer(trainer))
     try:
         with (
+            attributes_in_block(trainer, create_optimizer=create),
             private.loading_sharded_models(trainer, load_other_model),
             private.saving_own_checkpoints(trainer, save_checkpoint),
             _without_full_eval(trainer),
@@ -265,6 +268,27 @@ def _full_eval(trainer: Any) -> Literal["bf16", "fp16"] | None:
 def _without_full_eval(trainer: Any) -> AbstractContextManager[None]:
     """Keep the Trainer from converting shards, and from moving the whole model to the device, in the block."""
     return attributes_in_block(trainer.args, bf16_full_eval=False, fp16_full_eval=False)
+
+
+def _own_create_optimizer(trainer: Any) -> Callable[..., Any]:
+    """Return the method of a Trainer, which may be a copy of one that trains, with the replacement of that one."""
+    method = vars(trainer).get("create_optimizer")
+    if isinstance(method, partial) and method.func is create_optimizer:
+        return partial(type(trainer).create_optimizer, trainer)
+    own: Callable[..., Any] = trainer.create_optimizer
+    return own
+
+
+def create_optimizer(trainer: Any, create: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Create the optimizer of a Trainer, which sees the original shapes of a model that FSDP1 has sharded before."""
+
+    def created() -> Any:
+        create(*args, **kwargs)
+        return trainer.optimizer
+
+    model = next(iter((*args, *kwargs.values())), None)
+    create_with_original_shapes(trainer.model if model is None else model, created)
+    return trainer.optimizer
 
 
 class FsdpTrainerMixin:

@@ -28,7 +28,7 @@ from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_names, plural
 from hf_fsdp_plugin.tools.common import Progress
 from hf_fsdp_plugin.tools.convert.deepspeed_files import FORMAT, SavedEngine, read_engines
-from hf_fsdp_plugin.tools.merge.output import MergeStaging, check_places, check_space
+from hf_fsdp_plugin.tools.merge.output import MergeStaging, check_places
 from hf_fsdp_plugin.version import __version__
 
 _BATCH: Final = 1 << 30
@@ -89,7 +89,6 @@ def convert_checkpoint(source: Path, out: Path, *, force: bool, progress: Progre
     stored = [each for engine in engines for each in (engine.model, engine.optimizer) if each is not None]
     tensors = [tensor for each in stored for _, tensor in labelled_tensors(each)]
     num_bytes = sum(map(_num_bytes, tensors))
-    check_space(out, num_bytes)
     copied, step = _files_to_copy(source), _number(engines[0], "global_steps")
     with MergeStaging(out) as staging:
         progress("convert", 0, num_bytes)

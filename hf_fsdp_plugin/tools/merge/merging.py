@@ -25,7 +25,7 @@ from hf_fsdp_plugin.problems import Problem, has_errors
 from hf_fsdp_plugin.text import format_names, plural
 from hf_fsdp_plugin.tools.common import Progress
 from hf_fsdp_plugin.tools.merge import copying, output
-from hf_fsdp_plugin.tools.verify.comparison import config_problems, manifest_problems, read_config
+from hf_fsdp_plugin.tools.verify.comparison import config_problems, manifest_problems
 
 _WEIGHTS: Final = (file_names.safetensors_file(file_names.HF_MODEL), f"{file_names.HF_MODEL_BIN}.bin")
 _DESCRIPTIONS: Final = (file_names.DCP_METADATA, file_names.INDEX_FILE, *map(file_names.index_file, _WEIGHTS))
@@ -112,7 +112,6 @@ def merge(checkpoint: Path, out: Path, options: MergeOptions, progress: Progress
     refuse_deepspeed(checkpoint)
     output.check_places(checkpoint, out, force=options.force)
     job = _Job(checkpoint, out, options, progress or (lambda *_: None))
-    output.check_space(out, job.plan.num_bytes)
     job.compare_with_config()
     with output.MergeStaging(out) as staging:
         job.copy_tensors(staging.folder)
@@ -147,7 +146,7 @@ class _Job:
             # The manifest of an adapter also lists the parameters of the base model.
             tolerated = {"FSDP-E478", "FSDP-E477"} if file_names.is_adapter(self.model.tensors) else {"FSDP-E478"}
             raise_if_any([problem for problem in problems if problem.code not in tolerated])
-        ties = self.manifest.ties if self.manifest is not None else self._ties_of_config()
+        ties = self.manifest.ties if self.manifest is not None else ()
         self.plan = output.plan_merge(self.model, ties, dtype=options.dtype, max_shard_size=options.max_shard_size)
         self.result = Merged(
             out=out,
@@ -245,22 +244,6 @@ class _Job:
             fix = "Load the weights into the PEFT model, and call merge_and_unload()."
             message = "contains a model with adapters, which is written under PEFT's names (base_layer)."
             self._report("FSDP-W493", message, fix)
-
-    def _ties_of_config(self) -> list[tuple[str, ...]]:
-        """Return embedding and output layer if the config ties them and both are stored with the same bytes."""
-        fix = "Repair it, or give another folder with --config."
-        config = (read_config(self.config_folder, fix) if self.config_folder is not None else None) or {}
-        nested = config.get("text_config") or {}
-        if not config.get("tie_word_embeddings", nested.get("tie_word_embeddings", False)):
-            return []
-        tensors = self.model.tensors
-        with self._open() as files:
-            return [
-                (name, other)
-                for name, other in output.likely_ties(self.model)
-                if tensors[name].pieces == tensors[other].pieces
-                or copying.same_elements(files, tensors[name], files, tensors[other])
-            ]
 
     def _report(self, code: str, message: str, fix: str = "") -> None:
         self.result.problems.append(problem(code, self.checkpoint, message, fix))

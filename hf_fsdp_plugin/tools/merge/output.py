@@ -17,12 +17,11 @@ from typing import Any
 
 from hf_fsdp_plugin.checkpoint.checking.inspection import checkpoint_of, why_incomplete
 from hf_fsdp_plugin.checkpoint.errors import file_problems_inside, problem, raise_if_any, refuse
-from hf_fsdp_plugin.checkpoint.folders import put_in_place, replaced_path
+from hf_fsdp_plugin.checkpoint.folders import put_in_place
 from hf_fsdp_plugin.checkpoint.formats.safetensors import SafetensorsFile, plan_files
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, StoredTensor, shared_tensors
 from hf_fsdp_plugin.checkpoint.io import read_file, sync, write_atomically
 from hf_fsdp_plugin.checkpoint.names import ADAPTER, FSDP_MODEL, HF_MODEL, MERGING, hidden_path, is_adapter
-from hf_fsdp_plugin.text import format_bytes
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 """The dtypes that are converted. Integers, booleans and quantized weights keep their dtype."""
@@ -75,17 +74,6 @@ def plan_merge(
     size, stem = (sys.maxsize, ADAPTER) if adapter else (max_shard_size, HF_MODEL)
     files = plan_files([(name, dtypes[name], tensor.shape) for name, tensor in tensors.items()], size, stem)
     return MergePlan(tensors=tensors, dtypes=dtypes, aliases=aliases, files=tuple(files), adapter=adapter)
-
-
-def likely_ties(index: StoredModel) -> list[tuple[str, str]]:
-    """Return pairs (embedding, output layer) that may be tied: they have the same dtype and shape."""
-    return [
-        (name, other)
-        for other, tied in index.tensors.items()
-        if is_output_layer(other) and len(tied.shape) == 2
-        for name, tensor in index.tensors.items()
-        if not is_output_layer(name) and (tensor.dtype, tensor.shape) == (tied.dtype, tied.shape)
-    ]
 
 
 def is_output_layer(name: str) -> bool:
@@ -232,30 +220,16 @@ def check_places(checkpoint: Path, out: Path, *, force: bool, is_complete: bool 
         fix = "Give the folder of a checkpoint, such as output_dir/checkpoint-100."
         problems.append(problem("FSDP-E450", checkpoint, message, fix))
     if out.is_relative_to(here) or here.is_relative_to(out):
-        relation = "is inside the checkpoint" if out.is_relative_to(here) else "contains the checkpoint"
-        relation = "is the checkpoint itself" if out == here else relation
-        problems.append(problem("FSDP-E480", out, f"{relation}.", "Give an output folder next to the checkpoint."))
+        message = "is, contains or is inside the checkpoint."
+        problems.append(problem("FSDP-E480", out, message, "Give an output folder next to the checkpoint."))
     elif out.exists() and not out.is_dir():
         problems.append(problem("FSDP-E481", out, "is a file.", "Give a folder."))
     elif out.is_dir() and any(out.iterdir()) and not force:
         fix = "Give another folder, or replace this one with --force."
         problems.append(problem("FSDP-E481", out, "is not empty.", fix))
-    if replaced_path(out).exists():
-        message = "is the previous output folder, which an interrupted merge has renamed."
-        problems.append(problem("FSDP-E482", replaced_path(out), message, "Compare both folders, and delete this one."))
     is_known = is_complete or not checkpoint.is_dir()
     incomplete = None if is_known else why_incomplete(checkpoint_of(checkpoint))
     if incomplete is not None:
         message = f"is not a complete checkpoint: {incomplete}"
         problems.append(problem("FSDP-E483", checkpoint, message, "Merge another checkpoint."))
     raise_if_any(problems)
-
-
-def check_space(out: Path, needed: int) -> None:
-    """Raise ``CheckpointError`` if the output does not fit on the disk. ``needed`` is its size in bytes."""
-    above = next(folder for folder in out.parents if folder.is_dir())
-    status = os.statvfs(above)
-    free = status.f_bavail * status.f_frsize
-    if needed > free:
-        message = f"has {format_bytes(free)} of free space; the merge needs {format_bytes(needed)}."
-        refuse("FSDP-E484", above, message, "Free some space, or give an output folder on another disk.")

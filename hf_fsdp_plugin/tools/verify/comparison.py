@@ -29,7 +29,7 @@ def config_problems(stored: StoredModel, folder: Path) -> list[Problem]:
     """Return errors for missing names, unexpected names and different shapes; a note if the model cannot be built."""
     path = folder / "config.json"
     try:
-        config = read_config(folder)
+        config = _read_config(folder)
     except CheckpointError as error:
         return list(error.problems)
     if config is None:
@@ -51,7 +51,7 @@ def config_problems(stored: StoredModel, folder: Path) -> list[Problem]:
     return [errors.problem("FSDP-N475", path, f"{reason}; {_NOT_COMPARED}.")]
 
 
-def read_config(folder: Path, fix: str = _REPLACE) -> dict[str, Any] | None:
+def _read_config(folder: Path) -> dict[str, Any] | None:
     """Return the ``config.json`` of a folder, or ``None`` if there is none.
 
     Raises:
@@ -63,9 +63,9 @@ def read_config(folder: Path, fix: str = _REPLACE) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
-        errors.refuse("FSDP-E476", path, f"cannot be read as JSON: {error}.", fix)
+        errors.refuse("FSDP-E476", path, f"cannot be read as JSON: {error}.", _REPLACE)
     if not isinstance(config, dict):
-        errors.refuse("FSDP-E476", path, "is not a JSON object.", fix)
+        errors.refuse("FSDP-E476", path, "is not a JSON object.", _REPLACE)
     return config
 
 

@@ -10,7 +10,7 @@ from hf_fsdp_plugin.checkpoint.formats.boxes import row_major, whole_box
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, StoredPiece, StoredTensor
 from hf_fsdp_plugin.checkpoint.names import is_adapter
 from hf_fsdp_plugin.problems import CheckpointError
-from hf_fsdp_plugin.tools.merge.output import likely_ties, plan_merge
+from hf_fsdp_plugin.tools.merge.output import plan_merge
 
 GB = 10**9
 
@@ -53,16 +53,6 @@ def test_only_floating_point_tensors_are_converted() -> None:
 def test_checkpoint_without_tensors_is_refused() -> None:
     with pytest.raises(CheckpointError, match="FSDP-E451"):
         plan_merge(StoredModel(Path("run"), "dcp", {}, ()), [], dtype=None, max_shard_size=GB)
-
-
-def test_output_layer_shaped_like_embedding_is_a_likely_tie() -> None:
-    index = index_of(
-        embed__weight=("float32", (4, 2), 0),
-        other__weight=("float32", (2, 4), 32),
-        norm__weight=("float32", (2,), 64),
-        lm_head__weight=("float32", (4, 2), 72),
-    )
-    assert likely_ties(index) == [("embed.weight", "lm_head.weight")]
 
 
 def test_adapter_is_one_file_with_the_name_of_peft() -> None:

@@ -82,6 +82,6 @@ def test_old_and_new_output_are_kept_after_interrupt(checkpoint: Path, out: Path
     for folder in (out, replaced_path(out)):
         folder.mkdir()
         (folder / "mine").write_text("mine")
-    with pytest.raises(CheckpointError, match="FSDP-E482"):
+    with pytest.raises(OSError):
         merge(checkpoint, out, MergeOptions(force=True))
     assert tree(replaced_path(out)) == {"mine": b"mine"}

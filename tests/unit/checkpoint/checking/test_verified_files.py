@@ -25,9 +25,7 @@ DATA = bytes(range(164))
 def files(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[VerifiedFiles]:
     """The file ``a`` with blocks of different sizes, in the folder ``part`` of a checkpoint."""
     if request.param is not None:
-        monkeypatch.setattr(verify, "_MAX_BLOCK", request.param)
-        monkeypatch.setattr(verify, "_MAX_KEPT", 2 * request.param)
-        monkeypatch.setattr(verify, "_RUN", request.param)
+        monkeypatch.setattr(verify, "_STEP", request.param)
     (tmp_path / "part").mkdir()
     (tmp_path / "part" / "a").write_bytes(DATA)
     ranges = [
