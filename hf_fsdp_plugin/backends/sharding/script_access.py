@@ -381,12 +381,6 @@ def _forward_if_sharded(root: Any, unit: Any) -> Callable[..., Any]:
     return forward_if_sharded
 
 
-def _refuse_resize(*args: Any, **kwargs: Any) -> NoReturn:
-    message = "resize_token_embeddings was called on a sharded model, whose embeddings are shards."
-    fix = "Call it before prepare(), or before the Trainer is created."
-    raise SpecError([Problem(code="FSDP-E610", message=message, fix=fix)])
-
-
 def check_parameter_hooks(model: nn.Module) -> None:
     """Raise ``SpecError`` if a parameter has a hook for its gradient.
 
