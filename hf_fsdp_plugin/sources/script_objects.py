@@ -34,9 +34,13 @@ OLD_KEYS = ("fsdp_min_num_params", "fsdp_transformer_layer_cls_to_wrap")
 
 FsdpOptions = bool | str | Enum | Sequence[str | Enum] | None
 """Options as text or list, or a bool."""
+_AXIS_OF_FIELDS: Final = MappingProxyType({"tp_": "tp_size", "ep_": "ep_size"})
+"""Beginning of the names of fields -> the size that must be above 1, so that they have an effect."""
+
 FSDP_SIZES: Final = MappingProxyType({"fsdp_size": "mesh.shard", "dp_replicate_size": "mesh.replicate"})
 """Size of a ``DistributedConfig`` for data parallelism -> its setting."""
 _NUMBER: Final = re.compile(r"\+?(\d{1,19})(?:\.0+)?", re.ASCII)
+_DEFAULTS: Final = frozenset({"", "auto", "false", "none", "null"})
 
 PLUGIN = "FullyShardedDataParallelPlugin"
 PARALLELISM = "ParallelismConfig"
@@ -139,8 +143,12 @@ def _add_fields(out: Collector, fields: Mapping[str, ConfigEntry]) -> None:
     for name, entry in fields.items():
         row = find_row(name, ("distributed",))
         if row is not None and row.kind == "any":
-            continue  # Transformers uses it when it loads the model
-        if name == "fsdp_mixed_precision":
+            axis = _AXIS_OF_FIELDS.get(name[:3], "")
+            if axis in fields and (_size_of(fields, axis) or 0) > 1:
+                continue  # Transformers uses it when it loads the model
+            if not entry.value.is_empty and word_of(entry.value.value) not in _DEFAULTS:
+                out.report("FSDP-N080", entry, f"{entry.key} is {row.about[0].lower()}{row.about[1:]}")
+        elif name == "fsdp_mixed_precision":
             _add_mixed_precision(out, entry)
         elif name in FSDP_SIZES and word_of(entry.value.value) in ("-1", "auto"):
             # Accelerate computes such a size from the world size; Transformers does not.

@@ -61,9 +61,10 @@ def test_every_field_is_known(field):
     ],
     ids=str,
 )  # fmt: skip
-def test_field_of_another_kind_is_no_setting(codes, field):
+def test_field_without_effect_is_reported(codes, field):
     config = {"fsdp_size": 2, "tp_size": 1, **field}
     assert codes(distributed_config=config) == []
+    assert codes(severity="note", distributed_config=config) == ["FSDP-N080"]
 
 
 def test_pipeline_is_refused(codes):
