@@ -18,13 +18,12 @@ _EXPORTS = {
     "backends.sharding.shard": ("full_parameters",),
     "integrations.accelerate.accelerator": ("accelerator",),
     "integrations.install": ("install", "uninstall"),
-    "integrations.moving_average": ("ExponentialMovingAverage",),
     "tools.profile.callback": ("ProfilerCallback",),
     "integrations.resuming": ("newest_checkpoint",),
     "integrations.reports": ("report",),
+    "integrations.save_requests": ("end_requested_save", "save_requested"),
     "integrations.transformers.loading": ("from_pretrained",),
     "integrations.transformers.trainer": (
-        "ExponentialMovingAverageCallback",
         "FsdpTrainer",
         "FsdpTrainerMixin",
         "FsdpTrainingArguments",
@@ -45,13 +44,11 @@ if TYPE_CHECKING:
     from hf_fsdp_plugin.integrations.accelerate.accelerator import accelerator as accelerator
     from hf_fsdp_plugin.integrations.install import install as install
     from hf_fsdp_plugin.integrations.install import uninstall as uninstall
-    from hf_fsdp_plugin.integrations.moving_average import ExponentialMovingAverage as ExponentialMovingAverage
     from hf_fsdp_plugin.integrations.reports import report as report
     from hf_fsdp_plugin.integrations.resuming import newest_checkpoint as newest_checkpoint
+    from hf_fsdp_plugin.integrations.save_requests import end_requested_save as end_requested_save
+    from hf_fsdp_plugin.integrations.save_requests import save_requested as save_requested
     from hf_fsdp_plugin.integrations.transformers.loading import from_pretrained as from_pretrained
-    from hf_fsdp_plugin.integrations.transformers.trainer import (
-        ExponentialMovingAverageCallback as ExponentialMovingAverageCallback,
-    )
     from hf_fsdp_plugin.integrations.transformers.trainer import FsdpTrainer as FsdpTrainer
     from hf_fsdp_plugin.integrations.transformers.trainer import FsdpTrainerMixin as FsdpTrainerMixin
     from hf_fsdp_plugin.integrations.transformers.trainer import FsdpTrainingArguments as FsdpTrainingArguments

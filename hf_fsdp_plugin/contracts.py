@@ -1,7 +1,8 @@
 """Contracts: what this package relies on in other libraries without a promise of theirs.
 
-Each private name, attribute or behavior is one row of data, in the file that uses it: what is relied on, for what, and
-what happens without it. The files are ``torch_private/*.py`` and ``integrations/<library>/private.py``; replaced
+Each private name, attribute or behavior is one row of data: what is relied on, for what, and
+what happens without it. The rows are in ``torch_private/contracts.yaml``, and in
+``integrations/<library>/private.py``; replaced
 functions are rows of :mod:`hf_fsdp_plugin.integrations.hooks`. ``hf-fsdp doctor`` probes all rows on the installed
 versions.
 
@@ -15,14 +16,16 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import linecache
 import os
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ContextDecorator, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, ParamSpec, TypeVar
+
+import yaml
 
 from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.problems import Problem, SpecError
@@ -34,6 +37,7 @@ Without = Literal["off", "unobservable", "refused"]
 The code of the warning is FSDP-W621, that of the error FSDP-E620.
 """
 
+_LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _DOCTOR: Final = "`hf-fsdp doctor` lists what does not hold."
 
 
@@ -81,6 +85,23 @@ def contracts_of(owner: str, without: Without, use: str, *names: str) -> tuple[C
         Contract(target=f"{owner}{separator}{name}", use=use, without=without, instead=tuple(instead))
         for name, *instead in split
     )
+
+
+@functools.cache
+def _read_table(path: Path) -> Any:
+    return yaml.load(path.read_text(encoding="utf-8"), Loader=_LOADER)
+
+
+def contracts_in(file: str) -> tuple[Contract, ...]:
+    """Return the rows of a file in ``contracts.yaml`` of its folder, which describes the groups of rows."""
+    path = Path(file)
+    found: list[Contract] = []
+    for group in _read_table(path.with_name("contracts.yaml"))[path.stem]:
+        fields = {name: group[name] for name in ("behavior", "since") if name in group}
+        for owner, names in group["names"].items():
+            rows = contracts_of(owner, group["without"], group["use"], *names.split())
+            found += [replace(row, **fields) for row in rows]
+    return tuple(found)
 
 
 class ContractError(SpecError):
@@ -155,7 +176,7 @@ class Missing:
 def guard_functions(
     namespace: dict[str, Any], rows: Sequence[Contract], off: Mapping[str, Any] = MappingProxyType({})
 ) -> None:
-    """Make the public functions of a module raise :class:`ContractError` for names and signatures that have changed.
+    """Make the public functions of a module raise :class:`ContractError` for names that do not exist.
 
     Call it at the end of a file that uses private names. An error that is not about a row is not changed.
 
@@ -201,27 +222,22 @@ class _Guard(ContextDecorator):
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, (AttributeError, ImportError, TypeError)) and (broken := self._broken_contract(error)):
+        if isinstance(error, (AttributeError, ImportError)) and (broken := self._broken_contract(error)):
             raise broken from error
 
-    def _broken_contract(self, error: Exception) -> ContractError | None:
+    def _broken_contract(self, error: AttributeError | ImportError) -> ContractError | None:
         """Return the error of the row that an exception is about; ``None`` if a library's or user's code raised it."""
-        place, line = [
-            (frame.f_code.co_filename, line)
-            for frame, line in traceback.walk_tb(error.__traceback__)
+        code = [
+            frame.f_code
+            for frame, _ in traceback.walk_tb(error.__traceback__)
             if frame.f_code.co_name not in ("__get__", "__getattr__", "__getattribute__")
         ][-1]
-        if os.path.dirname(place) != self._folder:
+        if os.path.dirname(code.co_filename) != self._folder:
             return None
         if isinstance(error, AttributeError):
             return missing_attribute_error(error, self._rows)
-        # The line imports a name that does not exist, or calls a function whose parameters have changed.
-        source = linecache.getline(place, line)
-        for row in self._rows:
-            if any(name in source for name in (row.name, *row.instead)):
-                is_missing = isinstance(error, ImportError)
-                return missing_name_error(row) if is_missing else ContractError(row, f"has changed: {error}")
-        return None
+        found = (row for row in self._rows if any(f"'{name}'" in str(error) for name in (row.name, *row.instead)))
+        return next(map(missing_name_error, found), None)
 
 
 _Arguments = ParamSpec("_Arguments")

@@ -134,11 +134,6 @@ class CudaDevice(Device):
         return code == 0
 
 
-_FUNCTIONS: Final = (
-    "is_available", "is_initialized", "device_count", "current_device", "set_device", "synchronize", "Event",
-    "max_memory_allocated", "get_rng_state", "set_rng_state",
-)  # fmt: skip
-"""Functions that ``torch.<type>`` must have: :class:`Device` and torch itself call them."""
 _VISIBLE_VARIABLES: Final[Mapping[str, str]] = MappingProxyType(
     {"npu": "ASCEND_RT_VISIBLE_DEVICES", "mlu": "MLU_VISIBLE_DEVICES", "musa": "MUSA_VISIBLE_DEVICES"}
 )
@@ -201,30 +196,14 @@ def get_device(device_type: str) -> Device:
 
 def unsupported_device(device_type: str) -> Problem | None:
     """Return the reason why a device type is not supported; ``None`` if it is."""
-    if device_type in DEVICES or not (missing := _missing(device_type)):
+    if device_type in DEVICES or (device_type != "mps" and _registered_collectives(device_type)):
         return None
     return Problem(
         code="FSDP-E301",
-        message=f"device type {device_type!r} is not supported: {missing}. Supported: {', '.join(DEVICES)}, and types "
-        "whose package registers a backend for collectives with torch.",
+        message=f"device type {device_type!r} is not supported: no backend for collectives is registered for it. "
+        f"Supported: {', '.join(DEVICES)}, and types whose package registers such a backend with torch.",
         fix="Run on a supported device type; use_cpu: true (--cpu) selects the CPU.",
     )
-
-
-def _missing(device_type: str) -> str:
-    """Return what torch or the package of a device type lacks; empty if nothing."""
-    import torch
-
-    if device_type == "mps":
-        return "torch has no collectives for Apple's GPU"
-    try:
-        module: Any = torch.get_device_module(device_type)
-    except (RuntimeError, ValueError):
-        return f"torch has no module torch.{device_type}"
-    if not _registered_collectives(device_type):
-        return f"no backend for collectives is registered for it. Is the package that provides torch.{device_type} new?"
-    functions = [name for name in _FUNCTIONS if not callable(getattr(module, name, None))]
-    return f"torch.{device_type} has no {', '.join(functions)}" if functions else ""
 
 
 def _registered_collectives(device_type: str) -> str:

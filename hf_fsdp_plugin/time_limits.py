@@ -12,10 +12,8 @@ A rank, and the ranks of its machine (``hangs``, ``integrations``):
 ``SAMPLE``              1.0  the watching rank, between two measurements of processor time; shorter for short limits
 ``STACK``               0.2  the watching rank, for the stacks of all ranks
 ``ONE_STACK``          0.05  a launcher or a failed rank, for the stacks of others: ``faulthandler`` takes milliseconds
-``DUMP``                0.5  a rank that aborts, for ``faulthandler`` to write the stacks of all threads
 ``FAILED``             30.0  the search for hangs, after an exception of a rank: the others exit soon
 ``CAUSE``               2.0  a rank or a machine that has only lost a connection, for the cause of that on others
-``HURRY``               0.5  the same rank after SIGTERM
 ``LEAD``                1.0  ranks after a hang, for the one that has reported it: launchers report what exits first
 ``FLIGHT_RECORD``       5.0  a rank that ends, for torch's flight record: the device may not answer
 ``FLUSH``               1.0  a rank that ends, for its output: a thread that has stopped may hold the stream
@@ -31,11 +29,8 @@ Between machines, over the store of the ranks or of the launchers (``hangs.hang_
 ``POLL``                0.1  a machine, between two requests to the store while it waits for others
 ``REQUEST``            10.0  a rank, for the store
 ``ANSWER``             10.0  a machine that has found a hang, for the records and stacks of the others
-``ANSWER_FAILED``       4.0  the same after a failure: ranks that have failed, too, exit soon
 ``MEET``              600.0  launchers that meet; as in torchrun
-``PLACES``             10.0  the launcher of the first failure, until the others have stopped their ranks
 ``VERDICT``            60.0  other launchers, for its account of the attempt: the saves of its ranks get ``SAVE``
-``EXIT_BARRIER``      300.0  a launcher, for machines whose ranks exit later; as in torchrun
 ``LEAVE``               5.0  the launcher with the store, for others that may still read it
 ====================  =====  ==========================================================================================
 
@@ -48,7 +43,7 @@ The launcher and its ranks (``launcher``):
 ``TERM``                5.0  from SIGTERM to SIGKILL after a failure
 ``SAVE``               25.0  the same for a rank that writes a checkpoint, whose handler of SIGTERM waits 20 seconds
 ``GRACE``              30.0  from a signal to the launcher to SIGKILL for its ranks (``--grace``)
-``OUTPUT``              0.2  a thread that reads the output of a rank, until it looks whether the rank has exited
+``OUTPUT``              0.1  a thread that shows the output of a rank, between two looks at its file
 ====================  =====  ==========================================================================================
 """
 
@@ -63,10 +58,8 @@ MISSING: Final = 60.0
 SAMPLE: Final = 1.0
 STACK: Final = 0.2
 ONE_STACK: Final = 0.05
-DUMP: Final = 0.5
 FAILED: Final = 30.0
 CAUSE: Final = 2.0
-HURRY: Final = 0.5
 LEAD: Final = 1.0
 FLIGHT_RECORD: Final = 5.0
 FLUSH: Final = 1.0
@@ -78,11 +71,8 @@ LOOK: Final = 1.0
 POLL: Final = 0.1
 REQUEST: Final = 10.0
 ANSWER: Final = 10.0
-ANSWER_FAILED: Final = 4.0
 MEET: Final = 600.0
-PLACES: Final = 10.0
 VERDICT: Final = 60.0
-EXIT_BARRIER: Final = 300.0
 LEAVE: Final = 5.0
 
 WATCH: Final = 0.05
@@ -91,4 +81,4 @@ TEARDOWN: Final = 10.0
 TERM: Final = 5.0
 SAVE: Final = 25.0
 GRACE: Final = 30.0
-OUTPUT: Final = 0.2
+OUTPUT: Final = 0.1

@@ -93,7 +93,7 @@ the precision policy, at the top level of Accelerate's file, among the arguments
 
 ValueKind = Literal[
     "bool", "integer", "count", "size", "choice", "names", "mapping", "any",  # plain values
-    "address", "devices", "identifier", "pattern",  # text with a prescribed form
+    "devices", "text",
     "reshard",  # true, false or a strategy
     "one",      # a degree of parallelism, which must be 1
     "section",  # a section with another scope

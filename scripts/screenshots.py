@@ -124,7 +124,6 @@ def _present(begin: str) -> str:
 
 
 def _run_of_ranks(folder: Path) -> str:
-    _screenshot("hf-fsdp check fsdp.yaml --fix > fixed.yaml")
     command = "hf-fsdp launch --config_file fixed.yaml train.py"
     program = [sys.executable, "-m", "hf_fsdp_plugin.cli.main", *shlex.split(command)[1:]]
     done = subprocess.run(program, cwd=folder, capture_output=True, text=True, timeout=300)

@@ -63,12 +63,9 @@ KINDS = {
     "names": "names of classes: one name, several separated by commas (the last comma is optional), or a list. Text in "
     "brackets (`['A', 'B']`) is a list. A name is a Python identifier, and not a keyword of Python. Names with a path "
     "(`a.b.C`) are refused",
-    "address": "an IPv4 or IPv6 address, or a host name by RFC 1123: at most 253 characters; labels of 1 to 63 "
-    "letters, digits and hyphens, without a hyphen at either end, separated by dots; the last label is not a number",
     "devices": "`all`; or different devices, separated by commas or as a list. A device is a number of at most 5 "
     "digits without leading zeros, or a UUID that begins with `GPU-` or `MIG-`",
-    "identifier": "a Python identifier that is not a keyword",
-    "pattern": "a regular expression of Python: text in one line",
+    "text": "text in one line",
     "mapping": "a section with any content",
     "any": "anything",
     "reshard": "as bool, or as `sharding.strategy`; `no_reshard` is false",

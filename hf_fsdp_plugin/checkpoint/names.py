@@ -27,7 +27,6 @@ OPTIMIZER: Final = "optimizer"
 HF_MODEL: Final = "model"
 HF_MODEL_BIN: Final = "pytorch_model"
 ADAPTER: Final = "adapter_model"
-MOVING_AVERAGE: Final = "exponential_moving_average"
 TRAINER_RNG: Final = "rng_state"
 ACCELERATE_RNG: Final = "random_states"
 
@@ -39,7 +38,7 @@ INDEX_FILE: Final = ".fsdp_index"
 """A file beside ``.metadata`` that earlier versions wrote. It is ignored."""
 CHECKPOINT_STEMS: Final = (
     FSDP_MODEL, HF_MODEL_BIN, HF_MODEL, OPTIMIZER, ADAPTER, TRAINER_RNG, ACCELERATE_RNG, "scheduler", "scaler",
-    "sampler", TRAINER_STATE, "training_args.bin", MOVING_AVERAGE, MANIFEST_NAME, BLOCK_FILE,
+    "sampler", TRAINER_STATE, "training_args.bin", MANIFEST_NAME, BLOCK_FILE,
 )  # fmt: skip
 """Prefixes of the files that a save writes. Other files in a checkpoint's folder are the user's."""
 

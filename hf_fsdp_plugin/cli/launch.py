@@ -13,6 +13,7 @@ import os
 import re
 import shlex
 import sys
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -88,7 +89,6 @@ def _launch(arguments: flags.LaunchArguments) -> int:
     _print_notices(arguments, *(problem for problem in spec.problems if problem.severity == "warning"))
     world = worlds.resolve_world(spec, worlds.find_devices())
     _print_notices(arguments, *world.problems)
-    worlds.check_elastic(spec, world, int(arguments.options.get("min_machines", world.num_machines)))
     _print_notices(arguments, *notes)
     return _run_ranks(arguments, spec, world, _handover(arguments, given))
 
@@ -97,26 +97,29 @@ def _run_ranks(arguments: flags.LaunchArguments, spec: FsdpSpec, world: worlds.W
     options = arguments.options
     min_machines = int(options.get("min_machines", world.num_machines))
     launch = _with_backend(spec, min_machines)
-    from hf_fsdp_plugin.launcher.rendezvous import MachinesRendezvous, Rendezvous  # lazy: imports torch
-    from hf_fsdp_plugin.launcher.start_ranks import first_restarts, run_attempts
+    from hf_fsdp_plugin.launcher.rendezvous import Rendezvous  # lazy: imports torch
+    from hf_fsdp_plugin.launcher.start_ranks import run_attempts
+    from hf_fsdp_plugin.runs.restart_policy import Restarts
 
-    restarts = first_restarts(int(options.get("max_restarts", 0)), _run_id(options))
-    rendezvous: Rendezvous
+    restarts = Restarts(run_id=_run_id(options) or uuid.uuid4().hex, max_restarts=int(options.get("max_restarts", 0)))
+    rendezvous = Rendezvous(
+        launch,
+        world,
+        restarts,
+        facts=_facts(arguments, spec, world),
+        conf=options.get("rdzv_conf", ""),
+        min_machines=min_machines,
+        notice=lambda problem: _print_notices(arguments, problem),
+    )
     if world.num_machines > 1:
-        facts = _facts(arguments, spec, world)
-        rendezvous = MachinesRendezvous(
-            launch, world, facts, restarts, conf=options.get("rdzv_conf", ""), min_machines=min_machines
-        )
         some = f"{min_machines} to " if min_machines < world.num_machines else ""
         _print_notices(
             arguments, f"waiting for {some}{world.num_machines} machines at {worlds.rendezvous_address(launch)}"
         )
-    else:
-        rendezvous = Rendezvous(restarts, launch.main_process_port)
 
     def describe_start() -> None:
-        met = replace(world, num_machines=rendezvous.machines.num_machines)
-        machine, address = rendezvous.machines.machine, rendezvous.address
+        met = replace(world, num_machines=rendezvous.num_machines)
+        machine, address = rendezvous.machine, rendezvous.address
         _print_notices(arguments, worlds.describe_world(met, launch, machine=machine, address=address))
 
     job = RankJob(

@@ -22,7 +22,7 @@ USAGE: Final = 2
 """Wrong usage: an unknown flag, a missing argument, or an argument that is not the path of a file or folder."""
 INTERRUPTED: Final = 130
 """Exit code after Ctrl-C: 128 plus the number of SIGINT, as in a shell."""
-_NO_FILE: Final = frozenset({"FSDP-E001", "FSDP-E002", "FSDP-E042"})
+_NO_FILE: Final = frozenset({"FSDP-E001", "FSDP-E042"})
 """Problems of a config that is not a file. Their origin is the config that the command line names, if there is one."""
 Color = Literal["red", "yellow", "green", "cyan", "dim", "bold"]
 _CODES: Final[Mapping[Color, str]] = {"red": "31", "yellow": "33", "green": "32", "cyan": "36", "dim": "2", "bold": "1"}

@@ -29,7 +29,6 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from hf_fsdp_plugin.axes import AXIS_NAMES
-from hf_fsdp_plugin.hangs.mapped_file import make_mapped_file
 from hf_fsdp_plugin.state import process
 from hf_fsdp_plugin.text import format_dtype, short_dtype
 
@@ -124,14 +123,14 @@ class GroupCalls:
     """The newest collectives of one rank in one process group.
 
     Attributes:
-        ranks: the ranks of the group, as :func:`pack_ranks` writes them; empty if they are unknown.
+        ranks: the ranks of the group; empty if they are unknown.
         last: number of the newest collective; 0 before the first.
         calls: the newest ones without gaps, the last at the end.
         enqueues: whether collectives are enqueued on an accelerator, and the thread does not wait in them.
         timeout: time-out of the group in seconds; 0 if it is unknown.
     """
 
-    ranks: str
+    ranks: tuple[int, ...]
     last: int = 0
     calls: tuple[Call, ...] = ()
     enqueues: bool = False
@@ -169,8 +168,8 @@ class RankCalls:
         place: where it is, as text (see ``hangs.python_stacks``); empty if that is unknown.
         call: the library function that it is in, such as ``generate``; empty outside of known ones.
         cpu: share of one core that its processes have used lately; ``None`` if that was not measured.
-        is_busy: whether it makes progress: its Python stack has changed meanwhile, or its processes have worked.
-        reads: whether it waits for a file system or a data loader.
+        is_busy: whether it may still come: its Python stack has changed, its processes have worked, or it waits for a
+            file system, the network or a data loader.
         counts: its optimizer steps and forwards; ``None`` if they were not counted.
     """
 
@@ -185,7 +184,6 @@ class RankCalls:
     call: str = ""
     cpu: float | None = None
     is_busy: bool = False
-    reads: bool = False
     counts: Counts | None = None
 
     @property
@@ -208,29 +206,13 @@ def rank_from_json(content: Mapping[str, Any]) -> RankCalls:
     """Return what :meth:`RankCalls.to_json` has written."""
     wait = content["wait"] and Wait(**{**content["wait"], "call": Call(*content["wait"]["call"])})
     groups = {
-        name: GroupCalls(**{**group, "calls": tuple(Call(*call) for call in group["calls"])})
+        name: GroupCalls(
+            **{**group, "ranks": tuple(group["ranks"]), "calls": tuple(Call(*call) for call in group["calls"])}
+        )
         for name, group in content["groups"].items()
     }
     counts = content["counts"] and Counts(**content["counts"])
     return RankCalls(**{**content, "wait": wait, "groups": groups, "counts": counts})
-
-
-def pack_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as text: ``0-7`` for a range, ``0-28:4`` for every fourth, ``0,1,5`` for others."""
-    if len(ranks) > 2:
-        step = ranks[1] - ranks[0]
-        if step > 0 and list(ranks) == list(range(ranks[0], ranks[-1] + 1, step)):
-            return f"{ranks[0]}-{ranks[-1]}" + (f":{step}" if step != 1 else "")
-    return ",".join(map(str, ranks))
-
-
-def unpack_ranks(text: str) -> list[int]:
-    """Return the ranks that :func:`pack_ranks` has written."""
-    if "-" not in text:
-        return [int(rank) for rank in text.split(",") if rank]
-    first, _, rest = text.partition("-")
-    last, _, step = rest.partition(":")
-    return list(range(int(first), int(last) + 1, int(step or 1)))
 
 
 _HEADER: Final = struct.Struct("10Q")
@@ -294,16 +276,18 @@ class CallRecord:
         """Record that the watcher of this rank runs."""
         self._words[_BEAT] = monotonic_ns()
 
-    def open(self, path: Path, *, calls: bool = True, in_memory: bool = False) -> None:
+    def open(self, path: Path, *, calls: bool = True) -> None:
         """Record from now on. The file survives a crash of the process. Raises ``OSError``.
 
         Args:
             calls: whether collectives are recorded. Optimizer steps and forwards are counted in any case.
-            in_memory: whether the file may be lost with the container (see ``hangs.mapped_file``).
         """
         self.close()
         size = _GROUPS_AT + _MAX_GROUP_BYTES if calls else _HEADER.size
-        with make_mapped_file(path, size, in_memory=in_memory).open("r+b") as file:
+        path.unlink(missing_ok=True)  # another process may have mapped it
+        with path.open("wb+") as file:
+            file.write(bytes(size))  # takes the space now: without it, a later change would end the process
+            file.flush()
             self._memory = mmap.mmap(file.fileno(), size)
         self._words = memoryview(self._memory)[: _HEADER.size].cast("Q")
         self._words[0] = _FORMAT
@@ -343,7 +327,7 @@ class CallRecord:
         Args:
             peer: the other rank of a send or a receive.
         """
-        count = self._groups.get(group) or self._add(group, {"group": group, "ranks": ""})
+        count = self._groups.get(group) or self._add(group, {"group": group, "ranks": []})
         return self._write(count, 0, operation, peer="" if peer is None else str(peer))
 
     def _write(self, count: _GroupCount, num_elements: int, operation: str, dtype: str = "", peer: str = "") -> int:
@@ -375,7 +359,7 @@ class CallRecord:
         axis = str(getattr(group, "group_desc", "")).removeprefix("mesh_")
         row = {
             "group": f"{group.group_name} ({axis})" if axis in AXIS_NAMES else group.group_name,
-            "ranks": pack_ranks(ranks),
+            "ranks": list(ranks),
             "timeout": timeout.total_seconds() if timeout is not None else 0.0,
             "enqueues": dist.get_backend(group) not in ("gloo", "mpi"),
         }
@@ -504,7 +488,9 @@ def read_calls(rank: int, path: Path) -> RankCalls:
     return RankCalls(
         rank=rank,
         groups={
-            name: GroupCalls(row["ranks"], last, tuple(calls), row.get("enqueues", False), row.get("timeout", 0.0))
+            name: GroupCalls(
+                tuple(row["ranks"]), last, tuple(calls), row.get("enqueues", False), row.get("timeout", 0.0)
+            )
             for name, (row, last, calls) in groups.items()
         },
         last_group=last_group,
@@ -551,7 +537,10 @@ def _entry(content: bytes, rows: Sequence[dict[str, Any]], position: int) -> tup
 
 def _group_name(row: dict[str, Any]) -> str:
     """Return a name that differs from that of every other set of ranks."""
-    return f"{row['group']} of ranks {row['ranks']}" if row["ranks"] else str(row["group"])
+    ranks = row["ranks"]
+    is_range = len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1))
+    shown = f"{ranks[0]}-{ranks[-1]}" if is_range else ",".join(map(str, ranks))
+    return f"{row['group']} of ranks {shown}" if ranks else str(row["group"])
 
 
 def _seconds_since(nanoseconds: int) -> float:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final, Literal, NamedTuple
 
-from hf_fsdp_plugin.hangs.calls import ARRIVALS, POINT_TO_POINT, Call, GroupCalls, RankCalls, Wait, unpack_ranks
+from hf_fsdp_plugin.hangs.calls import ARRIVALS, POINT_TO_POINT, Call, GroupCalls, RankCalls, Wait
 from hf_fsdp_plugin.hangs.python_stacks import Frame
 from hf_fsdp_plugin.text import name_ranks, plural
 
@@ -61,8 +61,7 @@ class Diagnosis:
         waiting: the collective that has been waited for the longest.
         others: further collectives in which ranks wait.
         difference: the first difference; ``None`` without one.
-        is_busy: whether each late rank makes progress, so that it may still come.
-        reads: whether each late rank is busy, or waits for a file system or a data loader.
+        is_busy: whether each late rank may still come.
         known: what is known of all ranks of the run, by rank.
         stacks: the Python stacks of the ranks of this machine, outermost frame first.
     """
@@ -73,7 +72,6 @@ class Diagnosis:
     others: tuple[Wait, ...] = ()
     difference: Difference | None = None
     is_busy: bool = False
-    reads: bool = False
     known: Mapping[int, RankCalls] = field(default_factory=dict)
     stacks: Mapping[int, Sequence[Frame]] = field(default_factory=dict)
 
@@ -105,16 +103,13 @@ def diagnose_hang(ranks: Iterable[RankCalls], *, limit: float) -> Diagnosis | No
         kind, named = "circle", {*circle, *longest.ranks}
     elif not named:
         kind = "stuck"
-    late = [run.known[rank] for rank in causes]
-    is_late = kind == "late" and not gone
     return Diagnosis(
         kind=kind,
         ranks=tuple(sorted(named)),
         waiting=longest,
         others=tuple(others),
         difference=difference,
-        is_busy=is_late and all(rank.is_busy for rank in late),
-        reads=is_late and all(rank.reads or rank.is_busy for rank in late),
+        is_busy=kind == "late" and not gone and all(run.known[rank].is_busy for rank in causes),
         known=run.known,
     )
 
@@ -157,7 +152,7 @@ class _Run:
         packed = {name: group.ranks for rank in self.known.values() for name, group in rank.groups.items()}
         everyone = sorted(self.known)
         self.members = {
-            name: [rank for rank in unpack_ranks(members) if rank in self.known] if members else everyone
+            name: [rank for rank in members if rank in self.known] if members else everyone
             for name, members in packed.items()
         }
 
@@ -240,26 +235,24 @@ class _Run:
     def _reason(self, number: int, classes: Sequence[_Class]) -> tuple[tuple[int, ...], str]:
         """Return the ranks that are the reason for a difference, and the sentence on it.
 
-        In this order: ranks that have skipped calls; ranks that differ from most others; in a tie, those that have made
-        an unusual call, or have called the model more often; or all.
+        In this order: ranks that have called the model more or less often; ranks that have left calls out; ranks that
+        differ from most others; in a tie, those that have made an unusual call; or all.
         """
-        ahead, most, few = self._more_forwards(number, classes)
-        if len(classes) == 2:
-            ranks, skipped = _skipped(number, classes, by_history=not ahead)
-            if ranks:
-                more = f" and {plural(len(skipped) - 1, 'more call')}" if len(skipped) > 1 else ""
-                return ranks, f" {name_ranks(ranks).capitalize()} left out {skipped[0]}{more}."
-        unusual = _unusual(number, classes)
         is_tie = len(classes[0].ranks) == len(classes[1].ranks)
-        ranks = (unusual or ahead) if is_tie else ()
-        ranks = ranks or _ranks_of(classes if is_tie else classes[1:])
-        if ahead and (ranks == ahead or ranks != unusual):
-            counts = (most, few) if ranks == ahead else (few, most)
+        named = _ranks_of(classes if is_tie else classes[1:])
+        ahead, most, few = self._more_forwards(number, classes)
+        if ahead:
+            named = ahead if is_tie else named
+            counts = (most, few) if named == ahead else (few, most)
             own, others = ({1: "once", 2: "twice"}.get(count, f"{count:,} times") for count in counts)
-            return ranks, f" {name_ranks(ranks).capitalize()} had called the model {own}, the others {others}."
-        if ranks == unusual:
-            return ranks, f" In earlier steps, the call before was not followed by that of {name_ranks(ranks)}."
-        return ranks, ""
+            return named, f" {name_ranks(named).capitalize()} had called the model {own}, the others {others}."
+        odd, left_out = _odd_ranks(number, classes)
+        if left_out:
+            more = f" and {plural(len(left_out) - 1, 'more call')}" if len(left_out) > 1 else ""
+            return odd, f" {name_ranks(odd).capitalize()} left out {left_out[0]}{more}."
+        if odd and (is_tie or odd == named):
+            return odd, f" In earlier steps, the call before was not followed by that of {name_ranks(odd)}."
+        return named, ""
 
     def _more_forwards(self, number: int, classes: Sequence[_Class]) -> tuple[tuple[int, ...], int, int]:
         """Return the ranks that have called the model more often than the others after the same optimizer steps.
@@ -289,27 +282,38 @@ def _grouped(waits: Mapping[int, Wait]) -> list[Wait]:
     return sorted(found, key=lambda each: (-each.seconds, each.group, each.number))
 
 
-def _skipped(number: int, classes: Sequence[_Class], *, by_history: bool) -> tuple[tuple[int, ...], tuple[Call, ...]]:
-    """Return which of two classes of ranks has left out calls that the other made, and these calls.
+def _odd_ranks(number: int, classes: Sequence[_Class]) -> tuple[tuple[int, ...], Sequence[Call]]:
+    """Return the ranks whose call did not follow the last common one in earlier steps, and the calls they left out.
 
-    Both are empty if that is unknown.
+    The calls are those that the other class of ranks has made since the difference, or else those of an earlier step: a
+    backend may fail at the difference. Both are empty if that is unknown.
 
     Args:
         number: number of the first collective in which the classes differ.
-        by_history: whether calls may also be judged by those of earlier steps: a backend may fail at the difference.
     """
-    unusual, found = _unusual(number, classes), []
-    for most, few in (classes, classes[::-1]):
+    past, nexts = classes[0].calls.before(number), [each.calls.since(number)[0] for each in classes]
+    at = [_last_pair(past, call) for call in nexts]
+    is_known = sum(each is not None for each in at) == 1
+    odd = _ranks_of(each for each, found in zip(classes, at, strict=True) if found is None) if is_known else ()
+    found = []
+    for most, few, before in ((*classes, at[0]), (*classes[::-1], at[-1])) if len(classes) == 2 else ():
+        if is_known and before is None:
+            continue
         made = most.calls.since(number)
-        num = _num_skipped(made, few.calls.since(number))
-        if not num and by_history and unusual == few.ranks:
-            made = _made_before(number, most.calls)
-            num = _num_skipped(made, few.calls.since(number)[:1])
-        if num:
+        if len(made) == 1 and is_known:
+            made = past[before:]
+        if num := _num_skipped(made, few.calls.since(number)):
             found.append((few.ranks, made[:num]))
     # If both left calls out, the orders differ. The shorter gap is the likelier one; in a tie nobody is named.
     found.sort(key=lambda each: len(each[1]))
-    return found[0] if found and len({len(calls) for _, calls in found}) == len(found) else ((), ())
+    return found[0] if found and len({len(calls) for _, calls in found}) == len(found) else (odd, ())
+
+
+def _last_pair(past: Sequence[Call], call: Call) -> int | None:
+    """Return where a call has followed the last one of ``past`` before; ``None`` if it never has."""
+    pairs = [(each.compared, after.compared) for each, after in pairwise(past)]
+    pair = (past[-1].compared, call.compared) if past else None
+    return next((at + 1 for at in reversed(range(len(pairs))) if pairs[at] == pair), None)
 
 
 def _num_skipped(other: Sequence[Call], own: Sequence[Call]) -> int:
@@ -320,21 +324,3 @@ def _num_skipped(other: Sequence[Call], own: Sequence[Call]) -> int:
         if made[num : num + overlap] == made_by_own[:overlap]:
             return num
     return 0
-
-
-def _made_before(number: int, calls: GroupCalls) -> tuple[Call, ...]:
-    """Return the calls of an earlier step that followed the same two calls as those before and at ``number``."""
-    past = calls.before(number)
-    last = past[-1:] + calls.since(number)[:1]
-    pairs = [tuple(call.compared for call in pair) for pair in pairwise(past)]
-    newest = tuple(call.compared for call in last)
-    at = next((at for at in reversed(range(len(pairs))) if pairs[at] == newest), len(past))
-    return past[at + 1 :]
-
-
-def _unusual(number: int, classes: Sequence[_Class]) -> tuple[int, ...]:
-    """Return the ranks whose call did not follow the last common call in earlier steps, if one class's call did."""
-    past = [call.compared for call in classes[0].calls.before(number)]
-    follows = set(pairwise(past))
-    usual = [each for each in classes if past and (past[-1], each.calls.since(number)[0].compared) in follows]
-    return _ranks_of(each for each in classes if each is not usual[0]) if len(usual) == 1 else ()

@@ -2,23 +2,19 @@
 
 One rank of each machine watches it, and asks or answers for it. It reads one counter per second; everything else is
 sent only if ranks have waited for long. After a hang, the ranks of all machines wait: one machine asks, and the others
-answer and wait for what it announces. After a failure, the first few that have lost a connection ask. So the number of
-messages grows with the number of machines, and not with its square.
+answer and wait for what it announces.
 
 ::
 
     machine/<r>     name of the machine of rank r
     asked           number of questions and announcements: the counter that is read each second
-    failed/<m>      number of machines that have wanted to ask after a failure in minute m, because torch may keep the
-                    store when it starts the ranks again
-    <q>/answers     number of machines that answer question q
-    <q>/<n>         the n-th answer: the records of the ranks of a machine
+    <q>/<r>         the answer to question q of the machine whose lowest rank is r: the records of its ranks
+    <q>/answers     number of these answers
     announced       JSON: the hang that ends the ranks of all machines
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import os
@@ -33,25 +29,14 @@ from typing import Any, Final, TypeVar
 import torch.distributed as dist
 
 import hf_fsdp_plugin.time_limits as time_limits
-from hf_fsdp_plugin.backends.ranks import agreement
-from hf_fsdp_plugin.hangs.calls import RankCalls, rank_from_json, record
-from hf_fsdp_plugin.hangs.python_stacks import current_stack, find_place
+from hf_fsdp_plugin.hangs.calls import RankCalls, rank_from_json
 from hf_fsdp_plugin.hangs.watch_files import FoundHang
-from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.rank_variables import RUN_ID_VARIABLE
-from hf_fsdp_plugin.text import printable
 from hf_fsdp_plugin.torch_private.functions import default_store
 
 THREAD: Final = "hf_fsdp_store"
 """Name of the threads that are in a request to the store."""
-_MAX_ANSWER: Final = 64 << 20
-"""Maximum number of bytes of the records of a machine."""
-_MOST_FAILED: Final = 8
-"""Number of machines that ask after a failure, in a minute."""
 _UNKNOWN_MACHINE: Final = "another machine"
-_MAX_NAME: Final = 200
-_MAX_NAMED: Final = 64
-"""Maximum number of silent ranks whose machine is looked up."""
 
 _T = TypeVar("_T")
 
@@ -145,7 +130,7 @@ class HangQueries:
 
     def _has_announcement(self, store: Any) -> bool:
         if self.announced is None and store.check(["announced"]):
-            self.announced = FoundHang.from_json(_read_json(store.get("announced")))
+            self.announced = FoundHang(**json.loads(store.get("announced")))
         return self.announced is not None
 
     def answer(self, ranks: Sequence[RankCalls]) -> None:
@@ -160,21 +145,14 @@ class HangQueries:
         questions = [number for number in range(self._answered + 1, newest + 1) if number != own_question]
         for question in questions:
             own = [rank.to_json() for rank in ranks if rank.rank in self._ranks]
-            text = base64.b64encode(zlib.compress(json.dumps(own).encode())).decode()
-            store.set(f"{question}/{store.add(f'{question}/answers', 1)}", text)
+            store.set(f"{question}/{min(self._ranks)}", zlib.compress(json.dumps(own).encode()))
+            store.add(f"{question}/answers", 1)
         self._answered = self._asked = newest
         if questions:
             self._asks_from = time.monotonic() + time_limits.ANSWER
         return bool(questions)
 
-    def ask(
-        self,
-        ranks: Sequence[RankCalls],
-        seconds: float = time_limits.ANSWER,
-        *,
-        after_failure: bool = False,
-        answers: bool = True,
-    ) -> list[RankCalls] | None:
+    def ask(self, ranks: Sequence[RankCalls], seconds: float = time_limits.ANSWER) -> list[RankCalls] | None:
         """Return the ranks of the other machines; those of machines that did not answer are unreachable.
 
         Returns ``None`` if another machine asks or has just asked, which announces what it finds, or if one has
@@ -183,12 +161,10 @@ class HangQueries:
         Args:
             ranks: the ranks of this machine, in case another one asks at the same time.
             seconds: time to answer.
-            after_failure: whether this process has failed. Then no other machine announces what it finds.
-            answers: whether this thread answers machines that ask at the same time; otherwise another thread does.
         """
         if self._store is None:
             return []
-        if time.monotonic() < self._asks_from and not after_failure:
+        if time.monotonic() < self._asks_from:
             return None
         deadline = time.monotonic() + seconds
         others = {
@@ -199,44 +175,35 @@ class HangQueries:
 
         def request(store: Any) -> bool:
             self._look(store)
-            if after_failure:
-                may_ask = store.add(f"failed/{time.time() // 60:.0f}", 1) <= _MOST_FAILED
-            else:
-                may_ask = not self._answer(store, ranks)  # otherwise another machine asks already
-            return may_ask and self._collect(store, ranks if answers else None, others, deadline)
+            is_asked = self._answer(store, ranks)  # then another machine announces what it finds
+            return not is_asked and self._collect(store, ranks, others, deadline)
 
         return None if self._store.ask(request, 2 * seconds) is False else list(others.values())
 
-    def _collect(
-        self, store: Any, ranks: Sequence[RankCalls] | None, others: dict[int, RankCalls], deadline: float
-    ) -> bool:
+    def _collect(self, store: Any, ranks: Sequence[RankCalls], others: dict[int, RankCalls], deadline: float) -> bool:
         """Replace the ranks of the machines that answer in ``others``, and name the machines that do not.
 
         Returns whether no hang was announced.
 
         Args:
-            ranks: the answer to machines that ask at the same time; ``None`` if another thread answers.
+            ranks: the answer to machines that ask at the same time.
         """
-        question = store.add("asked", 1)
-        missing, unread, num_answers = set(others), list[int](), 0
+        question, missing, num_answers = store.add("asked", 1), set(others), 0
         while missing and time.monotonic() < deadline:
             if self._has_announcement(store):
                 return False
-            if ranks is not None:
-                self._answer(store, ranks, question)
+            self._answer(store, ranks, question)
             # A machine that waits asks for this number only: after a hang of a job, all machines ask at the same time.
             before, num_answers = num_answers, store.add(f"{question}/answers", 0)
-            unread += range(before + 1, num_answers + 1)
-            for number in [each for each in unread if store.check([f"{question}/{each}"])]:
-                unread.remove(number)
-                found = {each.rank: each for each in _unpack(store.get(f"{question}/{number}")) if each.rank in others}
-                others.update(found)
-                missing -= found.keys()
+            for rank in sorted(missing) if num_answers > before else ():
+                if rank in missing and store.check([f"{question}/{rank}"]):
+                    answer = json.loads(zlib.decompress(store.get(f"{question}/{rank}")))
+                    others |= {each["rank"]: rank_from_json(each) for each in answer}
+                    missing -= {each["rank"] for each in answer}
             time.sleep(time_limits.POLL)
-        for rank in sorted(missing)[:_MAX_NAMED]:
+        for rank in missing:
             if store.check([f"machine/{rank}"]):
-                name = store.get(f"machine/{rank}").decode(errors="replace")
-                others[rank] = replace(others[rank], detail=printable(name[:_MAX_NAME]))
+                others[rank] = replace(others[rank], detail=store.get(f"machine/{rank}").decode())
         return True
 
     def announce(self, hang: FoundHang, machine: str) -> FoundHang:
@@ -256,66 +223,3 @@ class HangQueries:
 def watch_store() -> dist.Store:
     """Return a connection of its own to the store of the default process group."""
     return dist.PrefixStore(f"hf_fsdp_watch/{os.environ.get(RUN_ID_VARIABLE, '')}", default_store().clone())
-
-
-def _unpack(data: bytes) -> list[RankCalls]:
-    """Return the records of a machine; none for an answer that a machine does not give."""
-    inflated = zlib.decompressobj()
-    with contextlib.suppress(zlib.error, ValueError, TypeError, KeyError, AttributeError):
-        content = inflated.decompress(base64.b64decode(data), _MAX_ANSWER)
-        if inflated.eof:  # otherwise it is longer, or a part of one
-            return [rank_from_json(each) for each in _read_json(content)]
-    return []
-
-
-def _read_json(data: bytes) -> Any:
-    """Return JSON of another machine with texts that can be printed; ``None`` if it is invalid."""
-    with contextlib.suppress(ValueError, RecursionError):
-        return _escaped(json.loads(data[:_MAX_ANSWER]))
-    return None
-
-
-def _escaped(content: Any) -> Any:
-    if isinstance(content, str):
-        return printable(content)
-    if isinstance(content, list):
-        return [_escaped(each) for each in content]
-    return {key: _escaped(value) for key, value in content.items()} if isinstance(content, dict) else content
-
-
-class PlaceInStore:
-    """Writes where this rank is to the store of the job, while it does not move: other ranks may wait for it in a call.
-
-    The place is written after half of the time for which the other ranks wait.
-    """
-
-    def __init__(self, store: JobStore, rank: int) -> None:
-        self._store, self._key = store, agreement.place_key(rank)
-        self._limit = agreement.DEFAULT_LIMIT / 2
-        with contextlib.suppress(SpecError):  # the first call that needs the limit raises this error
-            self._limit = agreement.arrival_limit() / 2
-        self._position: tuple[Any, ...] = ()
-        self._since = 0.0
-        self._is_written = False
-
-    def poll(self) -> None:
-        now = time.monotonic()
-        stack, position = current_stack(record().main)
-        if position != self._position:
-            self._position, self._since = position, now
-            if self._is_written:
-                self._send(None)
-        elif not self._is_written and now - self._since >= self._limit:
-            self._send(find_place(stack, record().counts)[1])
-
-    def _send(self, place: str | None) -> None:
-        self._is_written = place is not None
-
-        def request(store: Any) -> None:
-            places = agreement.place_store(store.underlying_store)
-            if place is None:
-                places.delete_key(self._key)
-            else:
-                places.set(self._key, json.dumps({"place": place}))
-
-        self._store.ask(request)

@@ -61,8 +61,8 @@ def hang_problem(diagnosis: Diagnosis) -> Problem:
 
 def describe_busy(diagnosis: Diagnosis, ends_after: float) -> Problem:
     """Return the notice for ranks that are late, but not idle."""
-    does = "is busy" if diagnosis.is_busy else "waits for files or data"
-    fix = f"The rank {does}, so the run continues. It ends when the wait has taken {ends_after:,.0f} s."
+    fix = "The rank is busy, or waits for files or data, so the run continues. "
+    fix += f"It ends when the wait has taken {ends_after:,.0f} s."
     return Problem(code="FSDP-W732", message=_late(diagnosis), fix=fix)
 
 

@@ -6,17 +6,15 @@ A hang is a collective that a rank has waited for longer than a limit. See docs/
 from __future__ import annotations
 
 import json
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
 
 import hf_fsdp_plugin.time_limits as time_limits
 from hf_fsdp_plugin.hangs import python_stacks, watch_files
-from hf_fsdp_plugin.hangs.calls import RankCalls, RecordHeader, read_calls, read_header
+from hf_fsdp_plugin.hangs.calls import RankCalls, read_calls, read_header
 from hf_fsdp_plugin.hangs.hang_cause import Diagnosis, diagnose_hang
 from hf_fsdp_plugin.hangs.hang_queries import HangQueries
 from hf_fsdp_plugin.hangs.hang_texts import describe_busy, describe_standstill, hang_problem
@@ -28,8 +26,6 @@ _TIMEOUT_SHARE: Final = 0.5
 """Longest limit, as a part of the time-out of the process groups."""
 _BUSY_TIMEOUT_SHARE: Final = 0.9
 """Longest limit for late ranks that are busy, as a part of the time-out of the process groups."""
-_READING_LIMITS: Final = 5.0
-"""Factor of the limit for late ranks that wait for a file system or a data loader, which may stall for minutes."""
 _STANDSTILL_LIMITS: Final = 5.0
 """Factor of the limit for a time without any collective, after which a notice is printed."""
 _MORE_STACKS: Final = 4
@@ -55,8 +51,7 @@ class HangFinder:
     Args:
         limit: seconds that a rank may wait in a collective.
         is_strict: whether the limit also holds for late ranks that are busy or wait for files. Otherwise these are
-            named in a notice, and the limit is 0.9 of the time-out of the process groups; for files, at most five
-            limits.
+            named in a notice, and the limit is 0.9 of the time-out of the process groups.
         hang_queries: asks the other machines.
         notice: prints a message for the user.
     """
@@ -79,7 +74,10 @@ class HangFinder:
         # The longest wait in a collective or, if no rank is in one, the shortest time without a new one.
         longest = max((found.waiting for found in headers.values()), default=0.0)
         longest = longest or min((found.idle for found in headers.values() if found.count), default=0.0)
-        limit = self._effective_limit(ranks, headers) if longest >= min(1.0, self._limit / 2) else self._limit
+        limit = self._limit
+        if longest >= min(1.0, limit / 2):  # groups have different time-outs
+            rank = max(ranks, key=lambda rank: headers[rank.rank].waiting if rank.rank in headers else 0.0)
+            limit = min(limit, _TIMEOUT_SHARE * (_timeout(read_calls(rank.rank, rank.files.calls)) or float("inf")))
         if longest < limit / 2:
             self._sample = None
             return None
@@ -95,12 +93,6 @@ class HangFinder:
         if self._queries.is_asked():
             self._queries.answer(self._read(ranks)[0])
 
-    def _effective_limit(self, ranks: Sequence[Peer], headers: Mapping[int, RecordHeader]) -> float:
-        """Return the limit for the rank that waits the longest. Groups have different time-outs."""
-        longest = max(ranks, key=lambda rank: headers[rank.rank].waiting if rank.rank in headers else 0.0)
-        timeout = _timeout(read_calls(longest.rank, longest.files.calls))
-        return min(self._limit, _TIMEOUT_SHARE * timeout) if timeout else self._limit
-
     def _diagnose(self, ranks: Sequence[Peer], limit: float, longest: float) -> Diagnosis | None:
         own, stacks = self._read(ranks)
         others = self._queries.ask(own)
@@ -115,9 +107,7 @@ class HangFinder:
             return None
         timeouts = [timeout for rank in diagnosis.waiting.ranks if (timeout := _timeout(diagnosis.known[rank]))]
         ends_after = _BUSY_TIMEOUT_SHARE * min(timeouts, default=float("inf"))
-        if not diagnosis.is_busy:
-            ends_after = min(ends_after, _READING_LIMITS * limit) if diagnosis.reads else 0.0
-        if not self._is_strict and diagnosis.waiting.seconds < ends_after:
+        if diagnosis.is_busy and not self._is_strict and diagnosis.waiting.seconds < ends_after:
             key = (diagnosis.ranks, diagnosis.waiting.group, diagnosis.waiting.number)
             if key not in self._noticed:
                 self._noticed.add(key)
@@ -156,8 +146,8 @@ class HangFinder:
                     call=call,
                     cpu=max(0.0, new.seconds - old.seconds) / seconds if state == "running" else None,
                     is_busy=rank.rank in moved
-                    or (state != "halted" and has_worked(old, new, seconds, known.on_accelerator)),
-                    reads=old.in_file_system or new.in_file_system or python_stacks.waits_for_data(stack),
+                    or (state != "halted" and has_worked(old, new, seconds, known.on_accelerator))
+                    or (old.in_file_system or new.in_file_system or python_stacks.waits_for_data(stack)),
                 )
             )
         return found, dict(after.stacks)
@@ -174,11 +164,10 @@ class HangFinder:
 def has_worked(old: ProcessorUse, new: ProcessorUse, seconds: float, on_accelerator: bool) -> bool:
     """Return whether the processes of a rank have worked in the ``seconds`` between two times."""
     if not on_accelerator:
-        return (old.runs and new.runs) or new.seconds - old.seconds >= _BUSY_SHARE * seconds
+        return new.seconds - old.seconds >= _BUSY_SHARE * seconds
     # A thread that waits for an accelerator uses a whole core by default, and so do threads of NCCL.
     of_children = new.seconds_of_children - old.seconds_of_children
-    children_work = (old.child_runs and new.child_runs) or of_children >= _BUSY_SHARE * seconds
-    return children_work or new.faults - old.faults >= _FAULTS * seconds
+    return of_children >= _BUSY_SHARE * seconds or new.faults - old.faults >= _FAULTS * seconds
 
 
 def _moved(before: _Sample, after: _Sample) -> set[int]:
@@ -201,10 +190,10 @@ def _state(rank: Peer) -> str:
 
 
 def write_hang(diagnosis: Diagnosis, folder: Path | None, *, limit: float) -> Path | None:
-    """Write the dump, and return its path; ``None`` if no folder is writable.
+    """Write the dump, and return its path; ``None`` if the folder cannot be written.
 
     Args:
-        folder: where the user wants logs. By default the working directory, then the folder of temporary files.
+        folder: where the user wants logs. By default the working directory.
     """
     problem = hang_problem(diagnosis)
     content = {
@@ -220,12 +209,6 @@ def write_hang(diagnosis: Diagnosis, folder: Path | None, *, limit: float) -> Pa
         "calls_of_ranks": [rank.to_json() for _, rank in sorted(diagnosis.known.items())],
         "stacks": {str(rank): list(map(asdict, stack)) for rank, stack in diagnosis.stacks.items()},
     }
-    text = json.dumps(content, indent=1)
-    name = f"fsdp_hang_{time.strftime('%Y%m%d_%H%M%S')}.json"
-    path = (folder or Path()) / name
-    watch_files.write_if_possible(path, text)
-    if not path.exists():
-        with suppress(OSError):  # a new folder of this user only: others could have put a link at a known name
-            path = Path(tempfile.mkdtemp(prefix="fsdp_hang_")) / name
-            watch_files.write_if_possible(path, text)
+    path = (folder or Path()) / f"fsdp_hang_{time.strftime('%Y%m%d_%H%M%S')}.json"
+    watch_files.write_if_possible(path, json.dumps(content, indent=1))
     return path if path.exists() else None

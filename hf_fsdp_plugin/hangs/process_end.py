@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import faulthandler
 import json
 import multiprocessing
 import os
-import select
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -30,7 +28,7 @@ _PROGRAMS: Final = (os.path.join("launcher", "run_script.py"), os.path.join("hf_
 """Files of this package that run the script: their frames are not shown."""
 _MAX_FRAMES: Final = 300
 CRASHES: Final = tuple(signal.Signals[f"SIG{name}"] for name in ("SEGV", "ABRT", "BUS", "FPE", "ILL", "TRAP", "SYS"))
-"""Signals that a process receives because of what it does. ``faulthandler`` writes its stacks at the first five."""
+"""Signals that a process receives because of what it does."""
 
 
 def is_failure(error: BaseException) -> bool:
@@ -61,15 +59,6 @@ def failure_of(error: BaseException) -> dict[str, Any]:
     }
 
 
-def read_crash(stacks: Path) -> int:
-    """Return the signal of a crash in native code, whose stack a rank has recorded; 0 without one."""
-    try:
-        text = stacks.read_text(errors="replace").replace("Floating-point", "Floating point")
-    except OSError:
-        return 0
-    return next((number for number in CRASHES if f"Fatal Python error: {signal.strsignal(number)}" in text), 0)
-
-
 def stack_of(failure: Mapping[str, Any] | None) -> list[Frame]:
     """Return the stack of a failure, outermost frame first; empty without one."""
     frames = failure["frames"] if failure else []
@@ -88,81 +77,6 @@ def write_error_file(message: str, details: str = "", seconds_ago: int = 0) -> N
     if path.name and not path.exists():
         more = {"py_callstack": details or message, "timestamp": str(int(time.time()) - seconds_ago)}
         write_if_possible(path, json.dumps({"message": {"message": message, "extraInfo": more}}))
-
-
-_WAKE: Final = b"\n"
-
-
-class HeldSigterm:
-    """Holds SIGTERM for another thread until :meth:`release`, also while the main thread is in native code.
-
-    There, handlers of Python do not run. ``faulthandler`` writes the stack to a pipe, which wakes up the other thread.
-
-    Args:
-        stacks: the file to which this stack is added (see ``hangs.python_stacks``).
-    """
-
-    def __init__(self, stacks: Path) -> None:
-        self._stacks = stacks
-        self._has_come = False
-        self._read, self._write = os.pipe()
-        self._poll = select.poll()  # select() refuses descriptors above 1023
-        self._poll.register(self._read, select.POLLIN)
-        os.set_blocking(self._read, False)
-        os.set_blocking(self._write, False)
-        faulthandler.register(signal.SIGTERM, self._write, all_threads=False, chain=False)
-
-    def wait(self, seconds: float) -> bool:
-        """Wait for SIGTERM, or for :meth:`wake`. Returns whether SIGTERM has come."""
-        self._poll.poll(1000 * seconds)
-        with contextlib.suppress(BlockingIOError):
-            while text := os.read(self._read, 1 << 16).lstrip(_WAKE):
-                self._has_come = True
-                with contextlib.suppress(OSError), self._stacks.open("ab") as file:
-                    file.write(text)
-                time.sleep(time_limits.ONE_STACK)  # faulthandler writes one line after the other
-        return self._has_come
-
-    def wake(self) -> None:
-        with contextlib.suppress(OSError):
-            os.write(self._write, _WAKE)
-
-    def release(self) -> None:
-        """End this process by SIGTERM if it has come, and otherwise let the next one end it at once."""
-        if _ends_at_once():  # otherwise the script has a handler by now, which has received it
-            faulthandler.unregister(signal.SIGTERM)
-        has_come = self.wait(0)
-        write, self._write = self._write, -1
-        os.close(write)
-        os.close(self._read)
-        if has_come:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
-def hold_sigterm(stacks: Path) -> HeldSigterm | None:
-    """Hold SIGTERM if it would end this process at once; otherwise return ``None``."""
-    return HeldSigterm(stacks) if hasattr(faulthandler, "register") and _ends_at_once() else None
-
-
-def _ends_at_once() -> bool:
-    return signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-
-@contextlib.contextmanager
-def delayed_sigterm() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether SIGTERM has come, which ends this process only after the block.
-
-    A launcher sends it as soon as another rank has exited: then the cause, which this rank looks for, is there.
-    """
-    received: list[int] = []
-    if threading.current_thread() is not threading.main_thread() or not _ends_at_once():
-        yield lambda: False
-        return
-    signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
-    try:
-        yield lambda: bool(received)
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def has_failed() -> bool:
@@ -205,10 +119,6 @@ def exit_after_hang(seconds: float = 0.0) -> NoReturn:
     os._exit(HANG)
 
 
-_SCRIPT: Final = ("<module>", "_run_module_as_main")
-"""Outermost functions of the main thread while it runs a script."""
-
-
 class ExitWatch:
     """Reports the threads for which the interpreter waits at its exit.
 
@@ -225,8 +135,8 @@ class ExitWatch:
 
     def poll(self) -> bool:
         """Return whether the script has ended. Call it in a thread, again and again."""
-        stack, _ = current_stack(threading.main_thread().ident or 0)
-        if not stack or stack[0].name in _SCRIPT:
+        stack = current_stack(threading.main_thread().ident or 0)
+        if not stack or stack[0].name in ("<module>", "_run_module_as_main"):
             return False
         # Exit handlers, such as the report, run after the threads have ended.
         if stack[0].file != threading.__file__ or not (held_by := _blocking_threads()):
@@ -235,30 +145,28 @@ class ExitWatch:
         self._since = self._since or time.monotonic()
         seconds = time.monotonic() - self._since
         message = f"the script has ended, but {held_by} keep the process running."
-        fix = "Stop these threads in the script, or create them with daemon=True."
-        if seconds >= min(time_limits.EXIT_NOTICE, self._limit) and not self._is_noticed:
-            self._is_noticed = True
-            more = f"{fix} The run fails after {self._limit:g} seconds ({EXIT_LIMIT_VARIABLE})."
-            self._notice(Problem(code="FSDP-W741", message=message, fix=more))
+        fix = (
+            "Stop these threads in the script, or create them with daemon=True. "
+            f"The run fails after {self._limit:g} seconds ({EXIT_LIMIT_VARIABLE})."
+        )
         if seconds >= self._limit:
-            message = f"{message} They did not end in {self._limit:g} seconds."
             self._fail(Problem(code="FSDP-E742", rank=launched_rank(), message=message, fix=fix))
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
+        if seconds >= min(time_limits.EXIT_NOTICE, self._limit) and not self._is_noticed:
+            self._is_noticed = True
+            self._notice(Problem(code="FSDP-W741", message=message, fix=fix))
         return True
 
 
 def _blocking_threads() -> str:
-    """Return which threads are not daemons, and where they are; empty if there are none."""
+    """Return which threads are not daemons, and their innermost frames; empty if there are none."""
     threads = [each for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()]
-    shown = [f"{thread.name} ({_place(thread)})" for thread in threads]
-    return f"non-daemon threads {format_names(shown, 3)}" if shown else ""
-
-
-def _place(thread: threading.Thread) -> str:
-    """Return file, line and function of the innermost frame outside the standard library."""
+    shown = []
     library = os.path.dirname(threading.__file__)
-    stack, _ = current_stack(thread.ident or 0)
-    frames = [each for each in stack if os.path.dirname(each.file) != library] or stack
-    return f"{frames[-1].file}:{frames[-1].line}, in {frames[-1].name}" if frames else "starting"
+    for thread in threads:
+        stack = current_stack(thread.ident or 0)
+        place = next((each for each in reversed(stack) if os.path.dirname(each.file) != library), None)
+        shown.append(f"{thread.name} ({place.location}, in {place.name})" if place is not None else thread.name)
+    return f"non-daemon threads {format_names(shown, 3)}" if shown else ""

@@ -19,13 +19,12 @@ import site
 import sys
 import sysconfig
 import threading
-import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
-import hf_fsdp_plugin.time_limits as time_limits
 from hf_fsdp_plugin.hangs.calls import Counts
 from hf_fsdp_plugin.state import process
 from hf_fsdp_plugin.text import plural
@@ -63,9 +62,6 @@ _READS: Final = re.compile(
 )
 """Calls of functions that read or write files."""
 _NUM_LAST_FRAMES = 2
-_ROUND: Final = os.path.join("backends", "ranks", "agreement.py")
-_ROUND_LOOP: Final = "_wait"
-"""Function of this file with the loop that waits for other ranks."""
 _RECORDING = os.path.join("integrations", "call_hooks.py")
 """The file whose functions are called around each collective."""
 
@@ -94,38 +90,6 @@ class Frame:
         return f"{self.file if shorter.startswith('..') else shorter}:{self.line}"
 
 
-class HeldAbort:
-    """Holds a thread of native code that calls ``abort()`` for six seconds, in which other threads run.
-
-    ``abort()`` calls the handler of SIGABRT before the process ends. Code of Python cannot run there, so the handler is
-    the C function ``sleep``: its argument is the number of the signal. ``faulthandler``, if it is enabled later, writes
-    the stacks and calls this handler.
-    """
-
-    def __init__(self) -> None:
-        self._libc = ctypes.CDLL(None)
-        self._libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
-        self._sleep = ctypes.cast(self._libc.sleep, ctypes.c_void_p)
-        self._libc.signal(signal.SIGABRT, self._sleep)
-
-    def has_begun(self) -> bool:
-        """Whether a thread is held: ``faulthandler`` has removed its own handler, and writes the stacks."""
-        action = (ctypes.c_void_p * 32)()  # larger than struct sigaction, whose first field is the handler
-        self._libc.sigaction(signal.SIGABRT, None, ctypes.byref(action))
-        return action[0] == self._sleep.value
-
-    def end(self) -> None:
-        """End this process by SIGABRT, as without this class."""
-        time.sleep(time_limits.DUMP)
-        self._libc.signal(signal.SIGABRT, None)
-        os.kill(os.getpid(), signal.SIGABRT)
-
-    def release(self) -> None:
-        """Let ``abort()`` end the process at once. ``faulthandler`` must be disabled."""
-        if self.has_begun():
-            self._libc.signal(signal.SIGABRT, None)
-
-
 class StackFile:
     """The file in which this process records its stacks, while it is open."""
 
@@ -133,28 +97,21 @@ class StackFile:
         self._descriptor: int | None = None
         self._enables = False
         self._sigterm: Any = None
-        self.held_abort: HeldAbort | None = None
 
-    def open(
-        self, path: Path, *, crashes: Literal["record", "print"], takes_over: bool = False, holds_abort: bool = False
-    ) -> None:
+    def open(self, path: Path, *, records_crashes: bool) -> None:
         """Record the stacks for each ``STACK_SIGNAL`` and at SIGTERM, whose own handler still runs.
 
         Args:
-            crashes: what to do with the stacks at a crash in native code.
-            takes_over: whether to use ``faulthandler``, which writes to one file only, also if it is enabled already.
-            holds_abort: see :class:`HeldAbort`.
+            records_crashes: whether the stacks at a crash in native code are recorded, and not printed.
         """
         # The file stays open, because faulthandler keeps only its descriptor.
         with contextlib.suppress(ValueError, OSError, RuntimeError):
-            self._enables = takes_over or not faulthandler.is_enabled()
+            self._enables = records_crashes or not faulthandler.is_enabled()
             part = path.with_suffix(".part")
             self._descriptor = os.open(part, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_APPEND, 0o600)
             self.follow_thread(threading.main_thread())
             if self._enables:
-                if holds_abort and sys.platform == "linux":
-                    self.held_abort = HeldAbort()
-                faulthandler.enable(self._descriptor if crashes == "record" else 2, all_threads=True)
+                faulthandler.enable(self._descriptor if records_crashes else 2, all_threads=True)
             if STACK_SIGNAL is not None:
                 # What close() restores: another rank may ask for the stack after this one has stopped recording.
                 with contextlib.suppress(ValueError):  # another thread than the main one
@@ -183,9 +140,6 @@ class StackFile:
             return
         if self._enables:
             faulthandler.disable()
-            if self.held_abort is not None:
-                self.held_abort.release()
-                self.held_abort = None
         if STACK_SIGNAL is not None:
             faulthandler.unregister(STACK_SIGNAL)
             # Otherwise the script has installed a handler, which must stay.
@@ -230,21 +184,11 @@ def read_stack(path: Path) -> list[Frame]:
     return stack[::-1]
 
 
-def current_stack(thread: int) -> tuple[list[Frame], tuple[Any, ...]]:
-    """Return the stack of a thread, outermost frame first, and a value that changes when the thread makes progress."""
+def current_stack(thread: int) -> list[Frame]:
+    """Return the stack of a thread of this process, outermost frame first."""
     frame = sys._current_frames().get(thread)
-    stack: list[Frame] = []
-    position: list[tuple[int, int]] = []
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if file.endswith(_ROUND) and frame.f_code.co_name == _ROUND_LOOP:
-            stack.clear()
-            position.clear()
-        else:
-            position.append((id(frame), frame.f_lasti))
-        stack.append(Frame(file, frame.f_lineno or 0, frame.f_code.co_name))
-        frame = frame.f_back
-    return stack[::-1], tuple(position)
+    found = traceback.walk_stack(frame) if frame is not None else ()
+    return [Frame(each.f_code.co_filename, line, each.f_code.co_name) for each, line in found][::-1]
 
 
 def find_place(stack: Sequence[Frame], counts: Counts | None = None) -> tuple[str, str]:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
+import shutil
 import socket
-import stat
+import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from hf_fsdp_plugin.hangs.mapped_file import remove_file
 from hf_fsdp_plugin.hangs.python_stacks import request_stack, stack_file
+
+_MIN_FREE: Final = 64 << 20
+"""Free bytes of the memory for temporary files from which on it is used: a rank needs less than 200 KiB."""
 
 
 class _File:
@@ -39,11 +41,9 @@ class RankFiles:
         process: JSON: the rank's process, its start and its machine (see :func:`register_rank`).
         stacks: stacks of the rank's threads (see ``hangs.python_stacks``).
         saving: exists while a checkpoint is written in the background.
-        calls: the rank's collectives, optimizer steps and forwards (see ``hangs.calls``), or a link to them
-            (see ``hangs.mapped_file``).
+        calls: the rank's collectives, optimizer steps and forwards (see ``hangs.calls``).
         hang: JSON: the hang that ends the ranks of this machine (:class:`FoundHang`). One for all of them.
         standstill: exists if no rank of this machine has begun a collective for a long time. One for all of them.
-        cause: exists if a rank that SIGTERM has ended has printed the reason. One for all ranks of this machine.
         restarts: JSON: the failed attempts of the run (``runs.restart_policy``). The launcher writes it for all ranks.
     """
 
@@ -57,7 +57,6 @@ class RankFiles:
     calls = _File(".calls")
     hang = _File("hang.json")
     standstill = _File("standstill")
-    cause = _File("cause")
     restarts = _File("restarts.json")
 
 
@@ -65,20 +64,17 @@ def remove_files(stem: Path, *, of_all: bool = False) -> None:
     """Remove the files of one rank, or those that all ranks of its machine have in common."""
     for name, file in vars(RankFiles).items():
         if type(file) is _File and file.is_common == of_all:
-            remove_file(getattr(RankFiles(stem), name))
+            getattr(RankFiles(stem), name).unlink(missing_ok=True)
 
 
-def private_folder(folder: Path) -> None:
-    """Make a folder and its parent, which no other user can write.
+def scratch_folder() -> Path:
+    """Return the folder of temporary files: in memory, unless the user has set ``TMPDIR`` or there is no space.
 
-    Raises:
-        OSError: it cannot be made, or another user has made it, or a link.
+    A thread that changes a mapped page of a disk may wait until the page is written, as while a checkpoint is.
     """
-    for each in (*reversed(folder.parents[:2]), folder):
-        each.mkdir(mode=0o700, exist_ok=True)
-        found = each.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-            raise PermissionError(errno.EPERM, "it is not a folder of this user only", str(each))
+    memory = Path("/dev/shm")
+    in_memory = "TMPDIR" not in os.environ and memory.is_mount() and shutil.disk_usage(memory).free > _MIN_FREE
+    return memory if in_memory else Path(tempfile.gettempdir())
 
 
 def write_if_possible(path: Path, text: str) -> None:
@@ -169,19 +165,15 @@ class ProcessorUse(NamedTuple):
 
     Attributes:
         seconds: processor time, in seconds.
-        runs: whether one of them is running, or would be if there was a free processor.
         seconds_of_children: the part of ``seconds`` of all processes but the first, which is the rank itself.
         faults: page faults. A process that only waits for a device, in a loop, has none.
         in_file_system: whether one of them is in an uninterruptible wait (state D), as for a file system.
-        child_runs: ``runs`` of all processes but the first.
     """
 
     seconds: float = 0.0
-    runs: bool = False
     seconds_of_children: float = 0.0
     faults: int = 0
     in_file_system: bool = False
-    child_runs: bool = False
 
 
 def processor_use(ranks: Collection[int]) -> dict[int, ProcessorUse]:
@@ -193,15 +185,13 @@ def processor_use(ranks: Collection[int]) -> dict[int, ProcessorUse]:
     for pid, fields in read.items():
         rank = _rank_of(pid, read, used)
         if rank:
-            before, is_rank = used[rank], pid == rank
+            before = used[rank]
             own, of_children = (sum(map(int, fields[part])) / ticks for part in (_OWN_TIMES, _TIMES_OF_CHILDREN))
             used[rank] = ProcessorUse(
                 before.seconds + own + of_children,
-                before.runs or fields[0] == "R",
-                before.seconds_of_children + of_children + (0.0 if is_rank else own),
+                before.seconds_of_children + of_children + (0.0 if pid == rank else own),
                 before.faults + int(fields[_MINOR_FAULTS]) + int(fields[_MAJOR_FAULTS]),
                 before.in_file_system or fields[0] == "D",
-                before.child_runs or (fields[0] == "R" and not is_rank),
             )
     return used
 

@@ -171,16 +171,12 @@ if TYPE_CHECKING:  # the launcher imports this module without torch
     from torch import nn
 
 
-def record_calls(path: Path, *, in_memory: bool = False) -> None:
-    """Record all collectives from now on. Does nothing if the file cannot be written.
-
-    Args:
-        in_memory: whether the file may be lost with the container (see ``hangs.mapped_file``).
-    """
+def record_calls(path: Path) -> None:
+    """Record all collectives from now on. Does nothing if the file cannot be written."""
     from hf_fsdp_plugin.backends.ranks.agreement import wait_listener
 
     with contextlib.suppress(OSError):
-        record().open(path, in_memory=in_memory)
+        record().open(path)
         wait_listener().notify = record().on_arrival
         changes().install("calls", "hangs")
 

@@ -24,9 +24,8 @@ from hf_fsdp_plugin.hangs.python_stacks import StackFile, stack_file
 from hf_fsdp_plugin.hangs.watch_files import RankFiles, write_if_possible
 from hf_fsdp_plugin.integrations import call_hooks, resuming
 from hf_fsdp_plugin.integrations.before_imports import RANK_VARIABLE, is_rank, may_be_rank, rank_process
-from hf_fsdp_plugin.integrations.failure_record import WatchedRank
 from hf_fsdp_plugin.integrations.session import session
-from hf_fsdp_plugin.integrations.watch_thread import WatchThread
+from hf_fsdp_plugin.integrations.watch_thread import WatchedRank, WatchThread
 from hf_fsdp_plugin.messages import print_error
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.runs.identity import attempt_folder, forget_run, identify_run
@@ -106,29 +105,22 @@ class Watch:
             self._thread = WatchThread(self.own)
 
     def _open(self, own: WatchedRank) -> None:
-        files, records, is_alone = own.files, bool(own.hang_limit), own.local_size == 1
+        files = own.files
         if not own.has_launcher:
-            watch_files.private_folder(files.stem.parent)
+            for folder in (*reversed(files.stem.parents[1:3]), files.stem.parent):
+                folder.mkdir(mode=0o700, exist_ok=True)
             watch_files.remove_files(files.stem)
             if all(peer.is_gone() for peer in watch_files.find_peers(files.stem.parent)):
                 # The first rank. An earlier run, or the ranks before a change of the number of machines, had this name.
                 watch_files.remove_files(files.stem, of_all=True)
-        is_read = own.has_launcher or not is_alone
-        stack_file().open(
-            files.stacks,
-            crashes="record" if is_read else "print",
-            takes_over=own.has_launcher,
-            holds_abort=records and not is_read,
-        )
+        stack_file().open(files.stacks, records_crashes=own.has_launcher)
         session().in_flight_file = files.saving
         resuming.attempt().begin(files)
-        # A folder that a user has chosen may outlive the container, and the next attempt reads the record there.
-        in_memory = own.has_launcher or "TMPDIR" not in os.environ
-        if records:
-            call_hooks.record_calls(files.calls, in_memory=in_memory)
+        if own.hang_limit:
+            call_hooks.record_calls(files.calls)
         else:
             with contextlib.suppress(OSError):
-                record().open(files.calls, calls=False, in_memory=in_memory)
+                record().open(files.calls, calls=False)
         self.follow_thread()
         watch_files.register_rank(own.rank, files)
 
@@ -142,6 +134,8 @@ class Watch:
         self.failed(error)
         if isinstance(error, SpecError):
             print_error(error)
+            for note in getattr(error, "__notes__", ()):
+                process_end.print_block(note)
         else:
             (self._previous_hook or sys.__excepthook__)(kind, error, trace)
 

@@ -58,7 +58,7 @@ class Hook:
     def name_in(self, owner: Any) -> str | None:
         """Return the name that a module or class has; ``None`` if it has none of them."""
         names = (self.name, *self.instead)
-        return next((name for name in names if getattr(owner, name, None) is not None or name == "__new__"), None)
+        return next((name for name in names if getattr(owner, name, None) is not None), None)
 
     @property
     def module(self) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from hf_fsdp_plugin.contracts import missing_name_error, off_warning
 from hf_fsdp_plugin.integrations.before_imports import ImportCallbacks
@@ -25,9 +25,6 @@ from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.state import process
 from hf_fsdp_plugin.torch_private.modules import entries_in_block
 from hf_fsdp_plugin.vocabulary import TRUE_WORDS
-
-_OVERRIDDEN: Final = "_hf_fsdp_overridden_class"
-"""Attribute of a subclass that already overrides the hooked methods. Its value is the hooked class."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +45,7 @@ class ProcessChanges:
 
     def __init__(self) -> None:
         self._imports = ImportCallbacks()
-        self._requested: set[tuple[str | type, str]] = set()
+        self._requested: set[tuple[str, str]] = set()
         self._restorers: list[Callable[[], None]] = []
         self._functions: list[_ReplacedFunction] = []
         self._num_passed = 0  # of _functions, to the modules that have imported them
@@ -66,17 +63,6 @@ class ProcessChanges:
             self._is_installing = False
             self._pass_to_importers()
 
-    def install_in_subclass(self, target: str, subclass: type) -> None:
-        """Replace a method that a subclass overrides without calling the hooked one.
-
-        Args:
-            target: the target of the hook, a method of a base class.
-        """
-        hook = next(hook for hook in HOOKS["transformers"] if hook.target == target)
-        if (subclass, target) not in self._requested:
-            self._requested.add((subclass, target))
-            self._replace_attribute(hook, subclass, hook.name)
-
     def _replace(self, hook: Hook, module: ModuleType) -> None:
         owner = getattr(module, hook.class_name, None) if hook.class_name else module
         name = hook.name_in(owner)
@@ -92,8 +78,6 @@ class ProcessChanges:
 
     def _replace_attribute(self, hook: Hook, owner: Any, name: str) -> None:
         """Replace an attribute of a module or class by that of ``hook``."""
-        if name == "__new__" and name not in vars(owner):
-            _define_new(owner)
         inherited = name not in vars(owner)
         # Without binding: getattr of a method of C++ returns a function that cannot be put back.
         original = inspect.getattr_static(owner, name)
@@ -157,7 +141,6 @@ def _replacing_attribute(hook: Hook, owner: Any, original: Any, installed: list[
     """
     is_wrapped = isinstance(original, staticmethod | classmethod)
     is_method = bool(hook.class_name) and not isinstance(original, staticmethod)
-    is_overridable = is_method and hook in HOOKS["transformers"]
     function: Callable[..., Any] = original.__func__ if is_wrapped else original
     always = hook.always
 
@@ -170,8 +153,6 @@ def _replacing_attribute(hook: Hook, owner: Any, original: Any, installed: list[
             return function(*args, **kwargs)
         if is_method and not args:  # torch binds methods with functools.partial(method, self=module)
             args = (kwargs.pop("self"),)
-        if is_overridable and getattr(args[0], _OVERRIDDEN, None) is owner:
-            return function(*args, **kwargs)
         bound = functools.partial(function, args[0]) if is_method else function
         return _replacement(hook)(bound, *args, **kwargs)
 
@@ -198,53 +179,8 @@ def _rebind(functions: Mapping[int, tuple[str, Any]]) -> None:
                 setattr(module, name, found[1])
 
 
-def _define_new(owner: Any) -> None:
-    """Give a class a ``__new__`` that calls the inherited one, so that a hook can replace it.
-
-    It is never deleted: CPython would refuse all arguments of the class's constructor afterwards (bpo-5322).
-    """
-
-    def new(cls: type, *args: Any, **kwargs: Any) -> Any:
-        inherited: Any = super(owner, cls).__new__
-        return inherited(cls) if inherited is object.__new__ else inherited(cls, *args, **kwargs)
-
-    new.__wrapped__ = owner.__init__  # type: ignore[attr-defined]  # for inspect.signature of the class
-    owner.__new__ = staticmethod(new)
-
-
 changes = process.owns(ProcessChanges)
 """Return what is changed in this process."""
-
-T = TypeVar("T", bound=type)
-
-
-def override_hooked_methods(base: type) -> Callable[[T], T]:
-    """Class decorator: give a subclass or mixin of ``base`` a method for each hooked method of ``base``.
-
-    Instances of the class run each replacement exactly once, whether or not the hooks of ``base`` are installed. A
-    method that ``base`` lacks is left out, as when the hooks are installed.
-    """
-
-    def decorate(cls: T) -> T:
-        for hook in HOOKS["transformers"]:
-            is_own = hook.target == f"{base.__module__}:{base.__name__}.{hook.name}"
-            if is_own and hasattr(base, hook.name):
-                setattr(cls, hook.name, _overriding_method(hook, cls, getattr(base, hook.name)))
-        setattr(cls, _OVERRIDDEN, base)
-        return cls
-
-    return decorate
-
-
-def _overriding_method(hook: Hook, cls: type, overridden: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(overridden)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _replacement(hook)(getattr(super(cls, self), hook.name), self, *args, **kwargs)
-
-    if hook.name == "__new__":
-        method.__wrapped__ = cls.__init__  # type: ignore[misc]  # for inspect.signature of the class
-        return staticmethod(method)
-    return method
 
 
 @functools.cache

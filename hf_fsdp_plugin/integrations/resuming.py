@@ -1,7 +1,7 @@
 """What was before this process: the failed attempts of its run, and the checkpoint from which it resumes.
 
 ``hf-fsdp launch`` writes a file for its ranks. Under other launchers, the lowest rank of each machine sends what its
-machine knows (``runs.identity.make_offer``) to all ranks, which make one history of it.
+machine knows (``runs.identity.read_attempts``) to all ranks, which agree on one of these histories.
 
 The manifest of each checkpoint names the run that wrote it. After a launcher has started a run again, it resumes from
 the newest complete checkpoint with that name, so that older checkpoints in the same folder, of other runs, are never
@@ -35,7 +35,7 @@ from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import current_run
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.problems import CheckpointError, Problem, SpecError
-from hf_fsdp_plugin.rank_variables import launched_world_size, variable_number
+from hf_fsdp_plugin.rank_variables import launched_world_size
 from hf_fsdp_plugin.runs import identity as runs
 from hf_fsdp_plugin.runs.restart_policy import Restarts
 from hf_fsdp_plugin.state import process
@@ -57,7 +57,6 @@ class ProcessAttempt:
         self._identity = runs.RunIdentity()
         self._has_begun = self._is_open = False
         self._folder: Path | None = None
-        self._refusal: Problem | None = None
 
     def begin(self, files: RankFiles | None = None) -> None:
         """Find out the run of this process. Without files, do nothing if that was done before.
@@ -83,29 +82,20 @@ class ProcessAttempt:
 
         Args:
             call: the collective call that needs it, for the message about ranks that do not make it.
-
-        Raises:
-            SpecError: on all ranks, if another attempt would fail as those before.
         """
         self.begin()
         if self._is_open and dist.is_initialized():
-            agreement.load_failures().close()  # this rank continues, even if a load failed
             with agreement.collective_preparation(call):
-                number = variable_number(self._environ, "GROUP_RANK", variable_number(self._environ, "SLURM_NODEID"))
-                offers = agreement.gather_objects(
-                    runs.make_offer(self._folder, self._identity, rank=dist.get_rank(), machine=number)
-                    if self._is_lowest
-                    else None
-                )
-                agreed = runs.merge_offers([offer for offer in offers if offer is not None])
+                own = runs.read_attempts(self._folder, self._identity) if self._is_lowest else None
+                found = agreement.gather_objects((own, self._identity.attempt))
+                known = [restarts for restarts, _ in found if restarts is not None]
+                restarts = runs.agree_on_attempts(known, max(number for _, number in found))
             self._is_open = False
-            current_run().restarts, self._refusal = agreed.known, agreed.known.refusal
+            current_run().restarts = restarts
             if self._folder is not None and self._is_lowest:
-                runs.remember_run(self._folder, agreed, self._identity.attempt)
-            if current_run().restarts.count:
-                print_once(f"{current_run().restarts.title}: {current_run().restarts.last_failure}")
-        if self._refusal is not None:
-            raise SpecError([self._refusal])
+                runs.keep_attempts(self._folder, restarts)
+            if restarts.count:
+                print_once(f"{restarts.title}: {restarts.last_failure}")
 
 
 attempt = process.owns(ProcessAttempt)
@@ -167,7 +157,7 @@ def newest_checkpoint(folder: str | os.PathLike[str], *, this_run: bool = False)
         ``None`` if there is none.
 
     Raises:
-        SpecError: several ranks run, but there is no process group yet; or the run has failed in the same way twice.
+        SpecError: several ranks run, but there is no process group yet.
     """
     if not dist.is_initialized() and launched_world_size() > 1:
         message = "newest_checkpoint was called before the process group exists."

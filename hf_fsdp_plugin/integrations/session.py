@@ -27,11 +27,10 @@ class OuterCalls(threading.local):
     """What a call passes to replaced functions that a library calls inside of it, in the same thread.
 
     Attributes:
-        sequences_are_divided: the ranks of a context axis have parts of each sequence.
         allows_pickles: the ``load_state`` that is running was called with ``load_kwargs={"weights_only": False}``.
     """
 
-    sequences_are_divided = allows_pickles = False
+    allows_pickles = False
 
 
 outer_calls = process.owns(OuterCalls)

@@ -1,34 +1,26 @@
 """Replacements of functions of torch, and of functions that write files, for the weights of sharded models.
 
-``torch.save`` and safetensors refuse shards: a call that torch or pickle makes never waits for other ranks.
-``Accelerator.save``, which all ranks call, gathers the state dict of a model that FSDP2 has sharded, as it already is
-under FSDP1. Optimizer state, modules and flat shards are refused. Objects without shards are written as before.
-``torch.distributed.checkpoint`` and the checkpoints of this package write plain tensors, so they are not affected.
+``torch.save`` and safetensors, and so ``Accelerator.save``, refuse shards: a call that torch or pickle makes never
+waits for other ranks. Objects without shards are written as before. ``torch.distributed.checkpoint`` and the
+checkpoints of this package write plain tensors, so they are not affected.
 """
 
 from __future__ import annotations
 
-import copy
-import traceback
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from pathlib import Path
-from types import FrameType
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.backends.loading.deferred_weights import explain
 from hf_fsdp_plugin.backends.optimizers.clipping import check_whole_gradients, clip_grad_norm
-from hf_fsdp_plugin.backends.ranks.agreement import collective_call
 from hf_fsdp_plugin.backends.sharding.script_access import gathers_root_itself
 from hf_fsdp_plugin.backends.sharding.shard import sharded_models, sharded_optimizers
 from hf_fsdp_plugin.backends.sharding.state_dicts import STATE_FIX
 from hf_fsdp_plugin.backends.sharding.unused_parameters import backward_ended
-from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import format_names, plural
 from hf_fsdp_plugin.torch_private import fsdp1
@@ -54,71 +46,6 @@ def find_shared_tensors(original: Callable[..., Any], state_dict: Mapping[str, A
     """Check the tensors that safetensors is about to write. Each of its functions that writes calls this one."""
     _check_no_shards("safetensors", state_dict, dtensors=True)
     return original(state_dict)
-
-
-def accelerator_save(original: Callable[..., Any], accelerator: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-    """Gather and check on every rank, although only the main process writes: no rank continues without the file."""
-    obj = _with_gathered_weights(obj, keep=accelerator.is_local_main_process)
-    _check_no_shards("Accelerator.save", obj, dtensors=bool(kwargs.get("safe_serialization")))
-    return original(obj, *args, **kwargs)
-
-
-def _with_gathered_weights(obj: Any, *, keep: bool) -> Any:
-    """Return an object with whole tensors on the CPU instead of the ``DTensor`` weights of sharded models.
-
-    Collective if the object contains any. The state dicts of optimizers and modules are not gathered.
-
-    Args:
-        keep: whether this rank writes the object. Otherwise its tensors are empty.
-    """
-    tensors = (tensor for _, tensor in _named_tensors(obj, _is_written_as_it_is))
-    has_dtensors = bool(sharded_models()) and any(isinstance(tensor, DTensor) for tensor in tensors)
-    meshes = {
-        parameter.device_mesh
-        for model in (sharded_models() if has_dtensors else ())
-        for parameter in model.parameters()
-        if isinstance(parameter, DTensor)
-    }
-    written: dict[object, torch.Tensor] = {}
-
-    def gather(tensor: Any) -> Any:
-        # The mesh distinguishes weights of a model from tensors of the script, also on a rank whose shard is empty.
-        if not isinstance(tensor, DTensor) or tensor.device_mesh not in meshes:
-            return tensor
-        whole = tensor.full_tensor().detach()
-        if not keep:
-            return whole.new_empty(0)
-        local = tensor.to_local()
-        if not local.numel():
-            return whole.cpu()
-        # Tied weights share the memory of their shards, and are written once.
-        shard = local.untyped_storage().data_ptr(), local.storage_offset(), local.stride(), tensor.shape
-        return written.setdefault(shard, whole.cpu())
-
-    if not meshes:
-        return obj
-    with collective_call("Accelerator.save of the weights of a model", fix=STATE_FIX):
-        return _replace_leaves(obj, gather)
-
-
-def _replace_leaves(obj: Any, replace: Callable[[Any], Any]) -> Any:
-    """Return a copy of nested containers with other values, except what :func:`_is_written_as_it_is`."""
-    if _is_written_as_it_is(obj):
-        return obj
-    if isinstance(obj, MutableMapping):
-        copied: Any = copy.copy(obj)  # it keeps the class, and the versions that torch stores as an attribute
-        for key, value in obj.items():
-            copied[key] = _replace_leaves(value, replace)
-        return copied
-    if isinstance(obj, list | tuple):
-        values = [_replace_leaves(value, replace) for value in obj]
-        return type(obj)(*values) if hasattr(obj, "_fields") else type(obj)(values)
-    return replace(obj)
-
-
-def _is_written_as_it_is(obj: Any) -> bool:
-    """Whether an object is a module or the state dict of an optimizer, in which tensors cannot be exchanged."""
-    return isinstance(obj, nn.Module) or (isinstance(obj, Mapping) and obj.keys() >= {"state", "param_groups"})
 
 
 def _check_no_shards(function: str, obj: Any, *, dtensors: bool = False) -> None:
@@ -175,21 +102,19 @@ def flat_storages() -> set[int]:
     return storages
 
 
-def _named_tensors(
-    obj: Any, skip: Callable[[Any], bool] = lambda _: False, *, name: str = "", seen: set[int] | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in nested containers and modules, with names for messages, except in objects that ``skip``."""
+def _named_tensors(obj: Any, name: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in nested containers and modules, with names for messages."""
     seen, containers = set() if seen is None else seen, Mapping | list | tuple | set | frozenset | nn.Module
     if isinstance(obj, torch.Tensor):
         yield name or "a tensor", obj
-    elif isinstance(obj, containers) and id(obj) not in seen and not skip(obj):
+    elif isinstance(obj, containers) and id(obj) not in seen:
         seen.add(id(obj))
         if isinstance(obj, nn.Module):
             items: Any = obj.named_parameters()
         else:
             items = obj.items() if isinstance(obj, Mapping) else enumerate(obj)
         for key, child in items:
-            yield from _named_tensors(child, skip, name=f"{name}.{key}" if name else str(key), seen=seen)
+            yield from _named_tensors(child, f"{name}.{key}" if name else str(key), seen)
 
 
 def clip_grad_norm_(
@@ -233,53 +158,21 @@ def register_forward_method(original: Callable[..., None], module: Any, method_n
         original(module, method_name)
 
 
-_TORCH: Final = str(Path(torch.__file__).parent)
-
-
 def add_remedy(error: BaseException) -> None:
-    """Add a problem with its remedy to an error that torch raises because whole tensors meet shards.
+    """Add a problem with its remedy to an error that torch raises for a shard of FSDP2, or for a deferred weight.
 
-    Python prints it after the error. The tensors are found in the frames of the traceback.
+    Python prints it after the error.
     """
     if not isinstance(error, RuntimeError) or getattr(error, "__notes__", None):
         return
     if (problem := explain(error)) is not None:
         error.add_note(str(problem))
-    if not sharded_models():
-        return
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    callers = [frame.f_locals.get("self") for frame in frames]
-    modules = [caller for caller in callers if isinstance(caller, nn.Module)]
-    if modules and (unit := _unit_not_called(modules)) is not None:
-        inner, outer = (type(unwrapped(module)).__name__ for module in (modules[-1], unit))
-        message = f"{inner}, a module inside a unit of FSDP ({outer}), was called outside of the unit's forward, where "
-        message += "its parameters are shards."
-        fix = f"Call it in the forward of {outer}, or let no {outer} be a unit: fsdp_auto_wrap_policy: NO_WRAP, or "
-        fix += "another fsdp_transformer_layer_cls_to_wrap."
-        error.add_note(str(Problem(code="FSDP-E642", message=message, fix=fix)))
-    elif _has_shards(frames):
-        message = "a whole tensor, such as a copy of a weight from before prepare(), was combined with a shard."
-        fix = "For averages of the weights (EMAModel, AveragedModel), use hfp.ExponentialMovingAverage. To read or "
-        fix += "change whole weights, use hfp.full_parameters."
+    elif "DTensor" in str(error) and sharded_models():
+        message = (
+            "a whole tensor meets a shard: a copy of a weight from before prepare(), or a module inside a unit of "
+        )
+        message += "FSDP that was called outside of the unit's forward."
+        fix = "For averages of the weights (EMAModel, AveragedModel), average the shards: model.parameters() after "
+        fix += "prepare(). To read or change whole weights, use hfp.full_parameters. Call the module in the forward of "
+        fix += "its unit, or set another fsdp_transformer_layer_cls_to_wrap."
         error.add_note(str(Problem(code="FSDP-E627", message=message, fix=fix)))
-
-
-def _unit_not_called(callers: list[nn.Module]) -> nn.Module | None:
-    """Return the unit of the innermost module that was called, if the unit was not called itself.
-
-    The root unit is gathered in any call.
-    """
-    module = callers[-1]
-    root = next((model for model in sharded_models() if any(inner is module for inner in model.modules())), None)
-    inner_units = [unit for unit in root.modules() if unit is not root] if root is not None else []
-    units = [unit for unit in inner_units if isinstance(unit, (FSDP, FSDPModule)) and module in set(unit.modules())]
-    return units[-1] if units and not any(unit in callers for unit in units) else None
-
-
-def _has_shards(frames: list[FrameType]) -> bool:
-    """Return whether the innermost frame outside of torch has a shard among its variables, or in a list of them."""
-    own = [frame for frame in frames if not frame.f_code.co_filename.startswith(_TORCH)]
-    values = list(own[-1].f_locals.values()) if own else []
-    tensors = [tensor for value in values for tensor in (value if isinstance(value, list | tuple) else [value])]
-    storages = flat_storages()
-    return any(isinstance(tensor, torch.Tensor) and is_shard(tensor, storages) for tensor in tensors)

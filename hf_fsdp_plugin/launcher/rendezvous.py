@@ -1,10 +1,14 @@
-"""How the launchers of a run meet before each attempt: torch's rendezvous, and what they exchange when they have met.
+"""How the launchers of a run meet before each attempt, by torch's rendezvous, and what they tell each other.
 
 One machine uses torch's static rendezvous on a free port. Several use the backend of ``--rdzv_backend``: ``static``,
-where ``--machine_rank`` numbers the machines, or ``c10d``, where machines may leave and join. When all have met, they
-compare what each is about to run, and take the failed attempts of the machine that knows most. The launcher of machine
-0 opens a store for the ranks of each attempt: torch's own is the same for all attempts, and contains the addresses of
-killed ranks (pytorch#167288).
+where ``--machine_rank`` numbers the machines, or ``c10d``, where machines may leave, and join at a restart. When all
+have met, they compare what each is about to run, and take the failed attempts of the machine that knows most. The
+launcher of machine 0 opens a store for the ranks of each attempt: torch's own is the same for all attempts, and
+contains the addresses of killed ranks (pytorch#167288).
+
+During an attempt, the machine that sees a failure first announces it, and all stop their ranks. Then it writes the
+failed attempt as it knows it, and all use this one: so every launcher knows the same failed attempts and makes the same
+decision (``runs.restart_policy``).
 """
 
 from __future__ import annotations
@@ -13,21 +17,24 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, astuple, dataclass, replace
+from types import MappingProxyType
+from typing import Any, Final, Literal
 
 import hf_fsdp_plugin.time_limits as time_limits
-from hf_fsdp_plugin.launcher.other_machines import OtherMachines, compare_facts, wait_until
 from hf_fsdp_plugin.launcher.world import World, rendezvous_address
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.runs.restart_policy import Restarts
+from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts
 from hf_fsdp_plugin.spec.fsdp_spec import LaunchSection
 from hf_fsdp_plugin.text import plural, printable
 
 _NAME: Final = "hf_fsdp"
 """Name of the rendezvous, the same for all runs: two runs on one port have to meet to be refused."""
 _LOCAL: Final = ("127.0.0.1", "localhost", "::1")
+_STORE_LOST: Final = "the launcher that hosts the rendezvous is gone"
+_MAX_TEXT: Final = 1000
+"""Maximum number of characters of an announcement."""
 
 
 @contextlib.contextmanager
@@ -55,39 +62,103 @@ with _variable("TORCH_CPP_LOG_LEVEL", os.environ.get("TORCH_CPP_LOG_LEVEL", "FAT
     from torch.distributed.elastic.utils.distributed import get_free_port
 
 
+def wait_until(is_done: Callable[[], bool], seconds: float) -> bool:
+    """Wait for at most ``seconds``. Returns the last result of ``is_done``."""
+    deadline = time.monotonic() + seconds
+    while not (done := is_done()) and time.monotonic() < deadline:
+        time.sleep(time_limits.POLL)
+    return done
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """Why a machine has ended the attempt of all.
+
+    Attributes:
+        kind: ``failed`` if one of its ranks has failed, ``hung`` if they have ended because of a hang, ``lost`` if the
+            store is lost: then this machine knows nothing of the others.
+    """
+
+    machine: int
+    text: str
+    kind: Literal["failed", "hung", "lost"] = "failed"
+
+    def __str__(self) -> str:
+        return self.text if self.kind == "lost" else f"machine {self.machine}: {self.text}"
+
+
+class _LostStore:
+    """A store to which the connection is lost."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(_STORE_LOST)
+
+
 class Rendezvous:
-    """The rendezvous of one machine. Each attempt has a store of its own, which torch opens in the launcher.
+    """The rendezvous of this machine with the others of the run, and the exchange with them during an attempt.
+
+    Args:
+        facts: what all machines must have in common (see :func:`compare_facts`).
+        conf: options as in torchrun's ``--rdzv_conf``.
+        min_machines: smallest number of machines with which the run may start or go on; by default all.
+        notice: prints a warning.
 
     Attributes:
         restarts: the failed attempts of the run, from the machine that knows most.
-        machines: the other machines during the present attempt.
+        machine, num_machines: the number of this machine, and of all, in the present attempt.
         address: where the ranks of the present attempt meet; empty before the machines have met.
-
-    Args:
-        port: the requested port of the first attempt; 0 for any.
     """
 
-    def __init__(self, restarts: Restarts, port: int = 0) -> None:
+    def __init__(
+        self,
+        launch: LaunchSection,
+        world: World,
+        restarts: Restarts,
+        *,
+        facts: Mapping[str, str] = MappingProxyType({}),
+        conf: str = "",
+        min_machines: int = 0,
+        notice: Callable[[Problem], None] = lambda problem: None,
+    ) -> None:
         self.restarts = restarts
-        self.machines = OtherMachines()
-        self.address = ""
-        self._port = port
+        self.machine, self.num_machines, self.address = world.machine_rank, world.num_machines, ""
+        self._launch, self._num_machines, self._facts = launch, world.num_machines, facts
+        self._min_machines = min_machines or world.num_machines
+        self._conf: dict[str, Any] = dict(pair.split("=", 1) for pair in conf.split(",") if "=" in pair)
+        self._notice = notice
+        is_alone = world.num_machines == 1
+        self._is_static = is_alone or launch.rdzv_backend == "static"
+        self._meets_at = f"127.0.0.1:{get_free_port()}" if is_alone else rendezvous_address(launch)
+        self._port = launch.main_process_port if is_alone else 0
+        self._handler: elastic.RendezvousHandler | None = None
+        self._store: Any = None
+        self._rank_store: Store | None = None
+        self._announced: Announced | None = None
+        self._next_look = 0.0
 
-    def open(self) -> tuple[elastic.RendezvousHandler, Problem | None]:
-        """Return torch's handler for the next attempt, and a warning if the requested port is in use.
+    def open(self) -> elastic.RendezvousHandler:
+        """Return torch's handler. Raises ``SpecError`` if machine 0 cannot be reached."""
+        if self._handler is None:
+            try:
+                self._handler = self._create()
+            except (RendezvousError, RuntimeError, OSError, ValueError) as error:
+                raise self.not_met(error) from error
+        return self._handler
 
-        Raises:
-            SpecError: machine 0 cannot be reached.
-        """
-        port, self._port = self._port, 0
-        handler, problem = _static(f"127.0.0.1:{port or get_free_port()}"), None
-        try:
-            handler.next_rendezvous()  # torch calls this function again, which keeps the store
-        except RuntimeError:
-            message = f"port {port} is in use on this machine. A free port is used instead."
-            problem = Problem(code="FSDP-W711", setting="launch.main_process_port", message=message)
-            handler = _static(f"127.0.0.1:{get_free_port()}")
-        return handler, problem
+    def _create(self) -> elastic.RendezvousHandler:
+        seconds = str(round(float(self._conf.get("timeout", time_limits.MEET))))
+        options: dict[str, Any] = {"timeout": seconds, "rank": self._launch.machine_rank}
+        if not self._is_static:
+            os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # otherwise torch opens a store that is not used
+            local = self._launch.main_process_ip if self._launch.main_process_ip in _LOCAL else None
+            # The store is asked for as long, because machine 0 may not be started yet.
+            options = {"join_timeout": seconds, "read_timeout": seconds, "local_addr": local, **self._conf}
+        backend = "static" if self._is_static else "c10d"
+        return get_rendezvous_handler(
+            elastic.RendezvousParameters(
+                backend, self._meets_at, _NAME, self._min_machines, self._num_machines, **options
+            )
+        )
 
     def meet(self, group: WorkerGroup) -> dict[str, str]:
         """Exchange what the machines know, when they have met. Returns the variables of the ranks for their store.
@@ -95,135 +166,133 @@ class Rendezvous:
         Raises:
             SpecError: the machines are about to run different things.
         """
-        self.address = f"{group.master_addr}:{group.master_port}"
-        self.machines = OtherMachines()
-        return {}
-
-    def is_waiting(self) -> bool:
-        """Return whether a machine wants to join the run. Asks once per second."""
-        return False
-
-    def shutdown(self) -> None:
-        """Leave the run, after its last attempt."""
-
-    def not_met(self, error: Exception | None) -> SpecError:
-        """Return the error of a rendezvous that has failed; ``None``: the run has ended without this machine."""
-        return _error("FSDP-E707", f"the ranks cannot meet: {_reason(error)}.", "Pass a free --main_process_port.")
-
-
-class MachinesRendezvous(Rendezvous):
-    """The rendezvous of several machines.
-
-    Args:
-        facts: what all machines must have in common (see ``other_machines.compare_facts``).
-        conf: options as in torchrun's ``--rdzv_conf``.
-        min_machines: smallest number of machines with which the run may start or go on.
-    """
-
-    def __init__(
-        self,
-        launch: LaunchSection,
-        world: World,
-        facts: Mapping[str, str],
-        restarts: Restarts,
-        *,
-        conf: str = "",
-        min_machines: int = 0,
-    ) -> None:
-        super().__init__(restarts)
-        self._launch, self._num_machines, self._facts = launch, world.num_machines, facts
-        self._min_machines = min_machines or world.num_machines
-        self._conf: dict[str, Any] = dict(pair.split("=", 1) for pair in conf.split(",") if "=" in pair)
-        self._is_static = launch.rdzv_backend == "static"
-        self._handler: elastic.RendezvousHandler | None = None
-        self._store: Store | None = None
-        self._rank_store: Store | None = None
-        self._next_look = 0.0
-
-    def open(self) -> tuple[elastic.RendezvousHandler, Problem | None]:
-        if self._handler is None:
-            os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # otherwise torch opens a store that is not used
-            try:
-                self._handler = self._create()
-            except (RendezvousError, RuntimeError, OSError, ValueError) as error:
-                raise self.not_met(error) from error
-        return self._handler, None
-
-    def _create(self) -> elastic.RendezvousHandler:
-        launch, address = self._launch, rendezvous_address(self._launch)
-        seconds = str(round(float(self._conf.get("timeout", time_limits.MEET))))
-        if self._is_static:
-            return _static(address, launch.machine_rank, self._num_machines, timeout=seconds)
-        # The store is asked for as long, because machine 0 may not be started yet.
-        options = {"join_timeout": seconds, "read_timeout": seconds, **self._conf}
-        local = launch.main_process_ip if launch.main_process_ip in _LOCAL else None
-        parameters = elastic.RendezvousParameters(
-            "c10d", address, _NAME, self._min_machines, self._num_machines, local_addr=local, **options
-        )
-        return get_rendezvous_handler(parameters)
-
-    def meet(self, group: WorkerGroup) -> dict[str, str]:
         number, size, store = group.group_rank, group.group_world_size, group.store
         assert number is not None and size is not None and store is not None and group.master_addr is not None
+        self.machine, self.num_machines, self._announced = number, size, None
         # The store of c10d is another one after each meeting.
-        attempt = PrefixStore(f"attempt/{self.restarts.count if self._is_static else ''}", store)
+        attempt = self._store = PrefixStore(f"attempt/{self.restarts.count if self._is_static else ''}", store)
         if attempt.add(f"number/{number}", 1) > 1:
             message = f"machine {number} has already joined this run."
             fix = "Give each machine its own --machine_rank. After a failure, start all machines again."
             raise _error("FSDP-E719", message, fix)
-        attempt.set(f"joined/{number}", json.dumps({"facts": self._facts, "restarts": asdict(self.restarts)}))
+        attempt.set(f"joined/{number}", json.dumps({"facts": dict(self._facts), "restarts": asdict(self.restarts)}))
         joined = [json.loads(attempt.get(f"joined/{each}")) for each in range(size)]
         for other in joined:
-            if problem := compare_facts(self._facts, other.get("facts")):
+            if problem := compare_facts(self._facts, other["facts"]):
                 raise SpecError([problem])
         known = max((other["restarts"] for other in joined), key=lambda tree: len(tree["failures"]))
         self.restarts = Restarts.from_json(known)
         if number == 0:
-            self._rank_store = TCPStore(group.master_addr, 0, is_master=True, wait_for_workers=False)
+            self._rank_store = self._open_rank_store(group.master_addr)
             attempt.set("port", str(self._rank_store.port))
         port = attempt.get("port").decode()
         self.address = f"{group.master_addr}:{port}"
-        self._store, self.machines = attempt, OtherMachines(attempt, number, size)
         return {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": str(True)}
 
-    def is_waiting(self) -> bool:
-        now = time.monotonic()
-        if self._is_static or self.machines.num_machines == self._num_machines or now < self._next_look:
-            return False
-        self._next_look = now + 1.0
-        with contextlib.suppress(RuntimeError, RendezvousError):  # the store is lost, as the others find out
-            return self._handler is not None and self._handler.num_nodes_waiting() > 0
-        return False
+    def _open_rank_store(self, address: str) -> TCPStore:
+        """Return a store, in the first attempt of a single machine on the requested port."""
+        port, self._port = self._port, 0
+        if port:
+            try:
+                return TCPStore(address, port, is_master=True, wait_for_workers=False)
+            except RuntimeError:
+                message = f"port {port} is in use on this machine. A free port is used instead."
+                self._notice(Problem(code="FSDP-W711", setting="launch.main_process_port", message=message))
+        return TCPStore(address, 0, is_master=True, wait_for_workers=False)
 
     def shutdown(self) -> None:
-        store, number, size = self._store, self.machines.machine, self.machines.num_machines
+        """Leave the run, after its last attempt."""
+        store, size = self._store, self.num_machines
         with contextlib.suppress(RuntimeError):  # the machine with the store has ended
-            if store is not None and store.add("left", 1) < size and (number == 0 or not self._is_static):
+            if store is not None and store.add("left", 1) < size and (self.machine == 0 or not self._is_static):
                 wait_until(lambda: store.add("left", 0) >= size, time_limits.LEAVE)
         with contextlib.suppress(RuntimeError, RendezvousError):
             if self._handler is not None:
                 self._handler.shutdown()
 
     def not_met(self, error: Exception | None) -> SpecError:
-        at, reason = rendezvous_address(self._launch), _reason(error)
+        """Return the error of a rendezvous that has failed; ``None``: the run has ended without this machine."""
+        reason = _reason(error)
         if self._store is not None:
             fix = (
                 "Start the launcher on every machine. --rdzv_conf timeout=SECONDS changes the limit. With the static "
                 "rendezvous, or if machine 0 was lost, start the whole run again: it resumes with the same --run_id."
             )
-            return _error("FSDP-E717", f"the machines did not meet again at {at}: {reason}.", fix)
+            return _error("FSDP-E717", f"the machines did not meet again at {self._meets_at}: {reason}.", fix)
         fix = (
             "Check that machine 0 is started, that its address and port are reachable from here, that the port is free "
             "on machine 0, and that no two machines have the same --machine_rank."
         )
-        return _error("FSDP-E707", f"the {plural(self._num_machines, 'machine')} did not meet at {at}: {reason}.", fix)
+        message = f"the {plural(self._num_machines, 'machine')} did not meet at {self._meets_at}: {reason}."
+        return _error("FSDP-E707", message, fix)
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Send requests to the store. After one that fails, the rest of the block is skipped, and nobody is asked."""
+        try:
+            yield
+        except RuntimeError:  # torch raises it if the connection is closed or the store does not answer
+            self._store = _LostStore()
+            self._announced = self._announced or Announced(self.machine, _STORE_LOST, "lost")
+
+    def failure(self) -> Announced | None:
+        """Return why a machine has ended the attempt; ``None`` if none has. Asks once per second."""
+        now = time.monotonic()
+        if self._announced is None and now >= self._next_look:
+            self._next_look = now + time_limits.LOOK
+            with self._asking():
+                if self._store.check(["failed"]):
+                    self._announced = self._read_announced()
+        return self._announced
+
+    def announce(self, text: str, kind: Literal["failed", "hung"] = "failed") -> Announced:
+        """End the attempt on all machines. Returns what was announced first."""
+        if self._announced is None:
+            mine = Announced(self.machine, text[:_MAX_TEXT], kind)
+            with self._asking():
+                self._store.compare_set("failed", "", json.dumps(astuple(mine)))
+                self._announced = self._read_announced()
+            self._announced = self._announced or mine
+        return self._announced
+
+    def _read_announced(self) -> Announced:
+        machine, text, kind = json.loads(self._store.get("failed"))
+        return Announced(machine, printable(text), kind)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this machine has announced the failure."""
+        return self._announced is not None and self._announced.machine == self.machine
+
+    def agree(self, attempt: FailedAttempt) -> FailedAttempt:
+        """Return the failed attempt as the machine that announced the failure knows it. ``attempt``: as known here."""
+        first = self._announced
+        if first is not None:
+            with self._asking():
+                if self.is_first:
+                    self._store.set("attempt", json.dumps(asdict(attempt)))
+                    return attempt
+                if wait_until(lambda: bool(self._store.check(["attempt"])), time_limits.VERDICT):
+                    return FailedAttempt(**json.loads(self._store.get("attempt")))
+                return replace(attempt, failure=f"machine {first.machine} was lost", machine=first.machine, same_as="")
+        return replace(attempt, final=f"{_STORE_LOST}.") if isinstance(self._store, _LostStore) else attempt
 
 
-def _static(address: str, rank: int = 0, num_machines: int = 1, **options: str) -> elastic.RendezvousHandler:
-    parameters = elastic.RendezvousParameters(
-        "static", address, _NAME, num_machines, num_machines, rank=rank, **options
-    )
-    return get_rendezvous_handler(parameters)
+def compare_facts(mine: Mapping[str, str], other: Mapping[str, str]) -> Problem | None:
+    """Return a problem unless this machine is about to run what another one runs.
+
+    Args:
+        mine: the facts of this machine that must be equal on all machines of a run.
+        other: the facts of the other machine.
+    """
+    found = [
+        f"{name} is {here} here, and {other[name]} on another machine"
+        for name, here in mine.items()
+        if other.get(name, here) != here
+    ]
+    fix = "Give every machine the same command, config and package. Give each run a port of its own."
+    message = f"the machines are about to run different things: {'; '.join(found)}."
+    return Problem(code="FSDP-E708", message=message, fix=fix) if found else None
 
 
 def _reason(error: Exception | None) -> str:
@@ -234,7 +303,7 @@ def _reason(error: Exception | None) -> str:
         return "not all of them came in time"
     cause = error.__cause__ or error  # of a lost connection, which has no reason of its own
     lines = (line.strip() for line in str(cause).splitlines())
-    return printable(next(filter(None, lines), type(cause).__name__)[:300]).rstrip(".")
+    return next(filter(None, lines), type(cause).__name__)[:300].rstrip(".")
 
 
 def _error(code: str, message: str, fix: str) -> SpecError:

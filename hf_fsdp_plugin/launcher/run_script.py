@@ -119,9 +119,7 @@ def check_script(arguments: LaunchArguments) -> None:
         return
     path = Path(script)
     if not os.path.exists(script):  # also if the name is too long for the file system, or contains a null byte
-        is_value = script.lower() in ("true", "false")
-        hint = " If it is the value of a flag, leave it out: the flag takes no value." if is_value else ""
-        raise UsageError(f"{script[:200]}: no such script.{hint}")
+        raise UsageError(f"{script[:200]}: no such script.")
     if not os.access(path, os.R_OK):
         raise UsageError(f"{script}: permission denied.")
     if path.is_dir():
@@ -129,10 +127,6 @@ def check_script(arguments: LaunchArguments) -> None:
             raise UsageError(f"{script} is a directory without a __main__.py. Pass a script in it.")
     elif path.suffix in (".yaml", ".yml", ".json"):
         raise UsageError(f"{script} is a config, not a script. Write --config_file {script} SCRIPT.")
-    elif path.is_file() and path.suffix not in (".pyc", ".zip", ".pyz"):
-        with path.open("rb") as file:
-            if b"\0" in file.read(4096):
-                raise UsageError(f"{script} is binary, not a Python script.")
 
 
 def _check_module(name: str) -> None:
@@ -144,8 +138,7 @@ def _check_module(name: str) -> None:
     finally:
         del sys.path[0]
     if not found:
-        hint = " Leave -m out to run a file." if Path(name).exists() else ""
-        raise UsageError(f"no module named {name}.{hint}")
+        raise UsageError(f"no module named {name}. Leave -m out to run a file.")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from hf_fsdp_plugin.text import plural
 DEFAULT_PORT = 29500
 NUM_CPU_RANKS = 2
 """Default number of ranks without an accelerator: the smallest number for which FSDP shards."""
-
 MIN_CPU_LIMIT = 64
 CPU_RANKS_PER_CORE = 8
 """Maximum number of CPU ranks. A larger number is most likely a typing error, and would exhaust the memory."""
@@ -69,42 +68,19 @@ class FoundDevices:
     memory_bytes: int = 0
 
 
-class DeviceSearch:
-    """A search that runs in the background.
-
-    It starts a process only if the machine has a device file, or a package with a device type that torch loads.
-    """
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
-        self._found = FoundDevices()
-        has_device_file = any(glob.glob(pattern) for pattern in _DEVICE_FILES)
-        if has_device_file or importlib.metadata.entry_points(group="torch.backends"):
-            command, null = [sys.executable, "-c", _PRINT_DEVICES], subprocess.DEVNULL
-            self._process = subprocess.Popen(command, stdin=null, stdout=subprocess.PIPE, stderr=null, text=True)
-
-    def result(self) -> FoundDevices:
-        """Wait for the search, and return the accelerators."""
-        process, self._process = self._process, None
-        if process is not None:
-            printed, _ = process.communicate()
-            if process.returncode == 0 and printed.strip():
-                found = FoundDevices(**json.loads(printed.splitlines()[-1]))
-                if found.kind not in ("cpu", "mps"):
-                    self._found = found
-        return self._found
-
-    def close(self) -> None:
-        """End the search if it still runs."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
-            self._process = None
-
-
 def find_devices() -> FoundDevices:
-    """Return the accelerators of this machine. Apple's GPU serves one process only and is not counted."""
-    return DeviceSearch().result()
+    """Return the accelerators of this machine. Apple's GPU serves one process only and is not counted.
+
+    Starts a process only if the machine has a device file, or a package with a device type that torch loads.
+    """
+    has_device_file = any(glob.glob(pattern) for pattern in _DEVICE_FILES)
+    if not has_device_file and not importlib.metadata.entry_points(group="torch.backends"):
+        return FoundDevices()
+    done = subprocess.run([sys.executable, "-c", _PRINT_DEVICES], capture_output=True, text=True, check=False)
+    found = FoundDevices()
+    if done.returncode == 0 and done.stdout.strip():
+        found = FoundDevices(**json.loads(done.stdout.splitlines()[-1]))
+    return found if found.kind not in ("cpu", "mps") else FoundDevices()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,14 +213,6 @@ def _check_cores(spec: FsdpSpec, num_local: int) -> None:
         message = f"{num_local} CPU ranks were requested on this machine, which has {plural(num_cores(), 'core')}."
         fix = f"Pass --num_processes {num_cores() * num_machines}, or at most {limit * num_machines}."
         raise _error(spec, "FSDP-E702", "launch.num_processes", message, fix)
-
-
-def check_elastic(spec: FsdpSpec, world: World, min_machines: int) -> None:
-    """Check that the mesh can be formed with each number of machines from the minimum on. Raises ``SpecError``."""
-    for num_machines in range(min_machines, world.num_machines):
-        if problems := _mesh_problems(spec, num_machines, world.num_local):
-            allowed = f"--num_machines {min_machines}:{world.num_machines} allows {plural(num_machines, 'machine')}"
-            raise SpecError([replace(each, message=f"{allowed}, but {each.message}") for each in problems])
 
 
 def _mesh_problems(spec: FsdpSpec, num_machines: int, num_local: int) -> list[Problem]:

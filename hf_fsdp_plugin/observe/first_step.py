@@ -6,11 +6,9 @@ that the cost of a long run does not grow with its length. Nothing here waits fo
 
 from __future__ import annotations
 
-import inspect
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Final
 from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
@@ -18,97 +16,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_fsdp_plugin.backends.loading.equal_weights import sum_bits
-from hf_fsdp_plugin.backends.loading.weight_loader import BroadcastRecord
 from hf_fsdp_plugin.backends.optimizers.parameters import (
     after_each_step,
     has_parameters_of,
-    is_replicated,
     parameters_in,
 )
-from hf_fsdp_plugin.backends.sharding.forwards import checkpoints_itself, float_outputs, is_activation
+from hf_fsdp_plugin.backends.sharding.forwards import float_outputs
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.contracts import off_without
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.observe import weights
 from hf_fsdp_plugin.observe.units import checkpoints_natively, gradient_bytes, observe_units, unmanaged_parameters
-from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, torch_dtype
-from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
+from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.state import find_part, parts_of
 from hf_fsdp_plugin.text import format_names, plural
-from hf_fsdp_plugin.torch_private.functions import in_backward, tree_leaves
-from hf_fsdp_plugin.torch_private.modules import calls_compiled
-
-
-class Recomputation:
-    """Counts calls of modules by hooks, until :meth:`close` is called.
-
-    Attributes:
-        not_recomputed: names of the modules that were computed with a graph in the forward, and not again in backward.
-        num_recomputed: number of modules that were computed again.
-    """
-
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self._forwards = dict.fromkeys(modules, 0)
-        self._recomputed = dict.fromkeys(modules, 0)
-        self._handles = []
-        for name, module in modules.items():
-            self._handles.append(module.register_forward_hook(partial(self._after, name)))
-            for part in _called_inside(module):
-                self._handles.append(part.register_forward_pre_hook(partial(self._before, name)))
-
-    @property
-    def not_recomputed(self) -> tuple[str, ...]:
-        return tuple(name for name, count in self._forwards.items() if count and not self._recomputed[name])
-
-    @property
-    def num_recomputed(self) -> int:
-        return sum(count > 0 for count in self._recomputed.values())
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-    def _before(self, name: str, module: nn.Module, args: Any) -> None:
-        # The recompute of a checkpoint may end early, so that no hook runs after it.
-        self._recomputed[name] += in_backward()
-
-    def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        # Without trainable parameters before or in a module, nothing of it is saved or computed again. A reentrant
-        # checkpoint computes the forward without a graph.
-        if module.training and not in_backward() and torch.is_grad_enabled():
-            leaves = tree_leaves(output)
-            self._forwards[name] += any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
-
-
-@dataclass(slots=True)
-class StableValues:
-    """Runs of equal numbers in a sequence. Keeps only the values of stable runs and the last numbers.
-
-    Attributes:
-        values: the distinct values of runs of at least three equal numbers, in order of their first occurrence.
-    """
-
-    values: list[int] = field(default_factory=list)
-    _last: deque[int] = field(default_factory=lambda: deque(maxlen=_STABLE))
-    _num: int = 0
-    _num_others: int = 0
-
-    def add(self, number: int) -> None:
-        """Append a number to the sequence."""
-        self._last.append(number)
-        self._num += 1
-        self._num_others += bool(self.values) and number != self.values[0]
-        if self._last.count(number) == _STABLE and number not in self.values and len(self.values) < _MAX_VALUES:
-            self.values.append(number)
-
-    @property
-    def constant(self) -> int | None:
-        """The only value, if it is most of the numbers; ``None`` otherwise."""
-        return self.values[0] if len(self.values) == 1 and 4 * self._num_others <= self._num else None
 
 
 @dataclass(kw_only=True)
@@ -122,21 +44,14 @@ class FirstStep:
         num_steps: number of optimizer steps that have begun.
         num_evaluating: number of optimizer steps whose forwards all ran in eval mode, with gradients.
         native_checkpointing: whether Transformers' gradient checkpointing was enabled, at the steps that are examined.
-        num_backwards: number of backwards before the first optimizer step.
         unreduced: names of units with gradients that an optimizer step ignored because they were not reduced.
-        first_bit_sum: sum of the bits of this rank's shards at the first forward; ``None`` if it was not recorded.
-        recomputation: counts of recomputed modules until the first optimizer step.
-        cast_inputs: names of arguments of the model's forward with activations in another dtype than that of the
-            computation, to which they are cast.
-        kept_inputs: names of arguments with other floating-point tensors, which are not cast.
-        batch_sizes: first dimension of the model's first input tensor, in training forwards.
-        accumulation: numbers of training forwards per optimizer step.
+        batch_sizes: first dimension of the model's first input tensor -> number of training forwards with it.
+        accumulation: number of training forwards in an optimizer step -> number of steps with it.
+        num_forwards: number of training forwards since the last optimizer step.
         input_sizes: all dimensions of the tensors that the last training forward got.
         is_packed: whether its inputs have positions or lengths of several sequences in one row.
         evaluates: whether a forward in eval mode, with gradients, has run since the last optimizer step.
         unsharded: the parameters that no unit had when the record began; ``None`` if this is unknown.
-        num_without_rate: number of optimizer steps whose learning rates were all 0.
-        alternating: optimizers that have stepped after another one of this model.
         num_optimized: number of parameters of each optimizer when they were last checked.
         options: number of an examined step, class of the optimizer, name of an option -> its value in each group.
         observed: the optimizers whose steps are observed.
@@ -151,15 +66,11 @@ class FirstStep:
     autocast_dtypes: set[torch.dtype] = field(default_factory=set)
     num_steps: int = 0
     num_evaluating: int = 0
-    num_backwards: int = 0
     native_checkpointing: set[bool] = field(default_factory=set)
     unreduced: set[str] = field(default_factory=set)
-    first_bit_sum: torch.Tensor | None = None
-    recomputation: Recomputation = field(default_factory=lambda: Recomputation({}))
-    cast_inputs: list[str] = field(default_factory=list)
-    kept_inputs: list[str] = field(default_factory=list)
-    batch_sizes: StableValues = field(default_factory=StableValues)
-    accumulation: StableValues = field(default_factory=StableValues)
+    batch_sizes: Counter[int] = field(default_factory=Counter)
+    accumulation: Counter[int] = field(default_factory=Counter)
+    num_forwards: int = 0
     optimized_ids: set[int] = field(default_factory=set)
     shard_hashes: weights.ShardHashes | None = None
     later_hashes: list[weights.ShardHashes] = field(default_factory=list)
@@ -167,45 +78,22 @@ class FirstStep:
     input_sizes: frozenset[int] = frozenset()
     is_packed: bool = False
     unsharded: tuple[nn.Parameter, ...] | None = None
-    num_without_rate: int = 0
-    alternating: WeakSet[torch.optim.Optimizer] = field(default_factory=WeakSet)
     options: dict[tuple[int, str, str], tuple[Any, ...]] = field(default_factory=dict)
     num_optimized: WeakKeyDictionary[torch.optim.Optimizer, int] = field(default_factory=WeakKeyDictionary)
-    _last: int = 0
-    _num_forwards: int = 0
     observed: WeakSet[torch.optim.Optimizer] = field(default_factory=WeakSet)
-
-    def before_cast(self, model: nn.Module, compute: torch.dtype, args: tuple[Any, ...], kwargs: Any) -> None:
-        """Record which inputs of a forward are cast to the dtype of the computation, and which are not."""
-        try:
-            names = list(inspect.signature(unwrapped(model).forward).parameters)
-        except (TypeError, ValueError):  # a callable of C++ has no signature
-            names = [str(index) for index in range(len(args))]
-        for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
-            tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-            others = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.dtype != compute]
-            if any(map(is_activation, others)):
-                self.cast_inputs.append(name)
-            if not all(map(is_activation, others)):
-                self.kept_inputs.append(name)
 
     @off_without(None)
     def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Record the gradients and the state of the units before an optimizer step."""
         self.num_steps += 1
-        if self._num_forwards:
-            self.accumulation.add(self._num_forwards)
+        if self.num_forwards:
+            self.accumulation[self.num_forwards] += 1
         else:
             self.num_evaluating += self.evaluates
-        self._num_forwards, self.evaluates = 0, False
-        self.recomputation.close()
+        self.num_forwards, self.evaluates = 0, False
         # Warm-up begins with a learning rate of 0. One in a tensor is not read, and without one the optimizer sets it.
         rates = [group.get("lr") for group in optimizer.param_groups]
         has_rate = any(rate is None or isinstance(rate, torch.Tensor) or rate for rate in rates)
-        self.num_without_rate += not has_rate
-        if self._last not in (0, id(optimizer)):
-            self.alternating.add(optimizer)
-        self._last = id(optimizer)
         num_optimized = len(parameters_in(optimizer))
         if num_optimized > self.num_optimized.get(optimizer, 0):
             self.num_optimized[optimizer] = num_optimized
@@ -230,18 +118,14 @@ class FirstStep:
         if self.shard_hashes is not None and not self.num_steps & (self.num_steps - 1):
             self.later_hashes.append(weights.hash_parts(observe_units(model), only=self.shard_hashes))
 
-    def begin_backward(self, _: torch.Tensor) -> None:
-        """Count a backward before the first optimizer step. A hook of a forward's output."""
-        self.num_backwards += not self.num_steps
-
     def before_forward(self, device_type: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the input of a training forward."""
-        self._num_forwards += 1
+        self.num_forwards += 1
         if torch.is_autocast_enabled(device_type):
             self.autocast_dtypes.add(torch.get_autocast_dtype(device_type))
         inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.dim()]
         if inputs:
-            self.batch_sizes.add(inputs[0].shape[0])
+            self.batch_sizes[inputs[0].shape[0]] += 1
             self.input_sizes = frozenset(size for value in inputs for size in value.shape)
             self.is_packed = any(kwargs.get(name) is not None for name in _OF_PACKED)
 
@@ -319,28 +203,10 @@ def _watch_useless_steps(model: nn.Module, first_step: FirstStep) -> Callable[[]
 
 
 def _observe_forward(model: nn.Module, first_step: FirstStep) -> None:
-    device_type, compute = next((parameter.device.type for parameter in model.parameters()), "cpu"), None
+    device_type = next((parameter.device.type for parameter in model.parameters()), "cpu")
     end_watch = _watch_useless_steps(model, first_step)
     if (plan := plan_of(model)) is not None:
-        device_type, compute = plan.device_type, torch_dtype(plan.precision.param)
-        first_step.recomputation = Recomputation(checkpointed_modules(model, plan))
-
-    @off_without(None)
-    def before_first_forward(*_: Any) -> None:
-        if not torch.compiler.is_compiling():
-            first_step.first_bit_sum = sum_bits(part for unit in observe_units(model) for part in unit.live.parts)
-            first_handle.remove()
-
-    record = find_part(model, BroadcastRecord)
-    if record is not None and record.num_tensors + record.num_from_files:
-        first_handle = model.register_forward_pre_hook(before_first_forward)
-        if calls_compiled(model):
-            before_first_forward()  # called now, because the hook would be compiled
-
-    def before_cast(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if compute is not None and not torch.compiler.is_compiling():
-            first_step.before_cast(module, compute, args, kwargs)
-            cast_handle.remove()
+        device_type = plan.device_type
 
     def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
@@ -353,16 +219,11 @@ def _observe_forward(model: nn.Module, first_step: FirstStep) -> None:
                 end_watch()
 
     def after_forward(module: nn.Module, args: Any, output: Any) -> None:
-        floats = float_outputs(output)
-        if module.training and floats:
+        if module.training and (floats := float_outputs(output)):
             first_step.output_dtype = floats[0].dtype
-            if torch.compiler.is_compiling() or first_step.num_steps:
-                output_handle.remove()
-            else:
-                weights.call_in_backward(floats, first_step.begin_backward)
+            output_handle.remove()
 
     model.register_forward_pre_hook(before_forward, with_kwargs=True)
-    cast_handle = model.register_forward_pre_hook(before_cast, prepend=True, with_kwargs=True)
     output_handle = model.register_forward_hook(after_forward)
 
 
@@ -389,7 +250,7 @@ def added_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     if known is None or not dist.is_initialized() or dist.get_world_size() == 1:
         return {}
     known_ids = set(map(id, known))
-    new = {id(each) for each in unmanaged_parameters(model, observe_units(model)) if not is_replicated(each)}
+    new = {id(each) for each in unmanaged_parameters(model, observe_units(model))}
     named = ((canonical_name(name), parameter) for name, parameter in model.named_parameters())
     return {name: parameter for name, parameter in named if id(parameter) in new - known_ids}
 
@@ -415,39 +276,5 @@ def warn_added(model: nn.Module) -> None:
         print_once(Problem(code="FSDP-W518", message=message, fix=fix))
 
 
-def _called_inside(module: nn.Module) -> list[nn.Module]:
-    """Return the children of a module; the module itself if it has none.
-
-    Transformers checkpoints the function ``forward`` of a layer. The hooks of the layer itself run outside of it.
-    """
-    containers = (nn.ModuleList, nn.ModuleDict)  # which are never called
-    inner = [
-        part for child in module.children() for part in (child.children() if type(child) in containers else [child])
-    ]
-    return [part for part in inner if not calls_compiled(part)] or [module]
-
-
-def checkpointed_modules(model: nn.Module, plan: FsdpPlan) -> dict[str, nn.Module]:
-    """Return the innermost modules that the plan, or Transformers, checkpoints, by name.
-
-    Calls of compiled modules cannot be counted, because hooks would break their graphs.
-    """
-    modules = [(canonical_name(name), module) for name, module in model.named_modules()]
-    if plan.activation.native:
-        found = {name: module for name, module in modules if checkpoints_itself(module)}
-        # Transformers may leave out layers (`every_n_layers`). If none is enabled yet, all of them will be.
-        found = {name: module for name, module in found.items() if checkpoints_natively(module)} or found
-    elif plan.activation.checkpointing == "none" or plan.pre_sharded:
-        found = {}
-    else:
-        chosen = {canonical_name(name) for unit in plan.units if unit.from_policy for name in unit.modules}
-        found = {name: unwrapped(module) for name, module in modules if name in chosen}
-    compiled = {name for name, module in modules if calls_compiled(module)}  # the wrapper of a checkpoint may be
-    return {name: module for name, module in found.items() if name not in compiled}
-
-
-_STABLE: Final = 3
-"""Number of equal values in succession from which they count: the last batch or step of an epoch may be smaller."""
-_MAX_VALUES: Final = 8
 _OF_PACKED: Final = ("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seqlens", "cu_seqlens_q")
 """Arguments of a forward with several sequences in one row."""

@@ -25,9 +25,9 @@ from hf_fsdp_plugin.observe.units import checkpoints_natively
 from hf_fsdp_plugin.observe.weights import WeightComparison
 from hf_fsdp_plugin.plan.names import canonical_name, is_inside
 from hf_fsdp_plugin.spec.values import setting_to_json
-from hf_fsdp_plugin.text import format_bytes, format_names, plural
+from hf_fsdp_plugin.text import plural
 from hf_fsdp_plugin.torch_private import functions
-from hf_fsdp_plugin.torch_private.functions import CALLS_FORWARD, ActivationWrapper, CheckpointWrapper
+from hf_fsdp_plugin.torch_private.functions import ActivationWrapper, CheckpointWrapper
 from hf_fsdp_plugin.torch_private.modules import calls_compiled
 
 
@@ -39,10 +39,6 @@ def read_checkpointing(run: ObservedRun) -> ObservedValue:
         return differing_value("switched on and off", reason)
     if not wrappers and not native:
         return ObservedValue("none")
-    if missing := _not_recomputed(run):
-        found = run.first_step.recomputation.num_recomputed
-        reason = f"not computed again in the backward: {format_names(missing, 2)}"
-        return differing_value(f"in {found} of {found + len(missing)} units", reason)
     if wrappers and native:
         reason = "torch's and Transformers' checkpointing are both enabled, so activations are recomputed twice"
         return ObservedValue("twice", reason)
@@ -62,11 +58,6 @@ def read_checkpointing(run: ObservedRun) -> ObservedValue:
     return ObservedValue(kind, reason=f"{len(wrappers)} modules")
 
 
-def _not_recomputed(run: ObservedRun) -> tuple[str, ...]:
-    """Return the checkpointed modules that the first step did not compute again, if it had a backward."""
-    return run.first_step.recomputation.not_recomputed if run.first_step.num_steps else ()
-
-
 def read_native(run: ObservedRun) -> ObservedValue:
     """Read whether Transformers' checkpointing is enabled, in all layers that support it."""
     layers = list(filter(checkpoints_itself, run.model.modules()))
@@ -76,8 +67,6 @@ def read_native(run: ObservedRun) -> ObservedValue:
         return ObservedValue(True, f"in one of {every} layers: every_n_layers={every} of Transformers", matches=True)
     if 0 < num_enabled < len(layers):
         return differing_value(f"in {num_enabled} of {len(layers)} layers")
-    if run.plan.activation.native and (missing := _not_recomputed(run)):
-        return ObservedValue(False, reason=f"not computed again in the backward: {format_names(missing, 2)}")
     return ObservedValue(any(map(checkpoints_natively, run.model.modules())))
 
 
@@ -85,8 +74,7 @@ def read_activation_offload(run: ObservedRun) -> ObservedValue:
     """Read whether the activations of all planned units are offloaded."""
     wrappers = [module for module in run.model.modules() if isinstance(module, ActivationWrapper)]
     offloaders = [wrapper for wrapper in wrappers if not isinstance(wrapper, CheckpointWrapper)]
-    forwards = [vars(wrapper).get("forward") for wrapper in offloaders]
-    found = sum(forward is None or hasattr(forward, CALLS_FORWARD) for forward in forwards)
+    found = sum("forward" not in vars(wrapper) for wrapper in offloaders)
     planned = len(run.chosen)
     if 0 < found < planned:
         return differing_value(f"in {found} of {planned} units")
@@ -97,21 +85,9 @@ def read_ram_efficient(run: ObservedRun) -> ObservedValue:
     """Check that the ranks shared memory: parameters were mapped or not loaded before they were sharded."""
     observed = read_loading(run, planned=run.plan.ram_efficient)
     weights = run.weights
-    if not observed.matches or weights is None or weights.before is None or run.world_size == 1:
-        return observed
-    before = weights.before
-    counts = {
-        "mapped from files": before.num_mapped,
-        "not loaded": before.num_on_meta,
-        "in private memory": before.num_private,
-        "on the accelerator": before.num_on_device,
-    }
-    kinds = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
-    if not weights.num_shared_ranks:
-        return unobserved_value(f"no rank shared memory with others before the model was sharded: parameters {kinds}")
-    private, total = format_bytes(before.private_bytes), format_bytes(before.total_bytes)
-    memory = f"at most {private} of {total} were private to a rank"
-    return replace(observed, reason=f"{observed.reason}; before, {memory}: parameters {kinds}")
+    if observed.matches and weights is not None and weights.num_shared_ranks == 0 and run.world_size > 1:
+        return unobserved_value("no rank had mapped parameters, or not loaded them, before the model was sharded")
+    return observed
 
 
 def read_loading(run: ObservedRun, *, planned: bool) -> ObservedValue:
@@ -132,9 +108,6 @@ def read_loading(run: ObservedRun, *, planned: bool) -> ObservedValue:
             reason = f"{num_equal} tensors are those of rank 0, but the model has {num_planned} parameters"
             return differing_value(False, reason)
         origin = _origin_of_weights(weights)
-        if weights.changed:
-            changed = "a checkpoint or the script has changed weights before the first forward"
-            return unobserved_value(f"{origin}, but {changed}")
         if num_equal:
             return ObservedValue(True, origin, matches=True)
     if weights.replicated:
@@ -257,6 +230,7 @@ READERS: Final[Mapping[str, ValueReader]] = {
     "checkpoint.state_dict": read_state_dict,
     "checkpoint.asynchronous": _recorded("saved_asynchronously", "no checkpoint was saved", "of the last checkpoint"),
     "checkpoint.verify": lambda run: unobserved_value("only a resume uses this setting; the model does not record it"),
+    "checkpoint.save_on_signal": lambda run: unobserved_value("it takes effect when a signal arrives"),
     "activation.native": read_native,
     "activation.offload": read_activation_offload,
     "loading.ram_efficient": read_ram_efficient,
@@ -311,7 +285,7 @@ def observe_settings(run: ObservedRun) -> list[JsonObject]:
                 found = unobserved_value(error.reason)
             if found.value is None and not found.unobservable:
                 # For example, scalars are not sharded, so the units of a model of scalars have no parameters.
-                reasons = (error.reason for unit in run.units for error in unit.live.unknown.values())
+                reasons = (error.reason for unit in run.units for error in unit.live.unknown())
                 found = unobserved_value(next(reasons, "no unit has parameters"))
         if (
             name in _DTYPES

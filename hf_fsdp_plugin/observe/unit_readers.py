@@ -6,6 +6,7 @@ The readers of the other settings are in ``setting_readers``.
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import hf_fsdp_plugin.text as text
 from hf_fsdp_plugin.axes import MODEL_AXES
@@ -16,8 +17,7 @@ from hf_fsdp_plugin.observe.observed_run import (
     differing_value,
     unobserved_value,
 )
-from hf_fsdp_plugin.observe.units import UnitObservation, dtype_name, unmanaged_parameters
-from hf_fsdp_plugin.plan.names import canonical_name, is_inside
+from hf_fsdp_plugin.observe.units import UnitObservation, dtype_name
 from hf_fsdp_plugin.state import find_part
 from hf_fsdp_plugin.strategies import STRATEGIES, strategy_of
 from hf_fsdp_plugin.text import format_dtype, format_names
@@ -44,12 +44,12 @@ def read_strategy(run: ObservedRun) -> ObservedValue:
         return differing_value(f"{value} without reshard after backward", reason)
     if run.world_size == 1:
         return ObservedValue(value, "with one rank, all strategies are the same", matches=True)
-    if all(unit.live.is_root for unit in run.layers) and _differs_in_reshard_only(value, run.plan.strategy):
+    is_only_root = all(unit.live.is_root for unit in run.layers)
+    if (is_only_root or all(map(run.is_kept, run.layers))) and _differs_in_reshard_only(value, run.plan.strategy):
         # Both FSDP versions keep the root's gathered parameters until backward under every strategy.
-        return ObservedValue(run.plan.strategy, f"if the root is the only unit, {value} is the same", matches=True)
-    if all(map(run.is_kept, run.layers)) and _differs_in_reshard_only(value, run.plan.strategy):
-        reason = "the policy chose no unit, and the plan keeps the parameters of the others until the backward"
-        return ObservedValue(run.plan.strategy, reason, matches=True)
+        return ObservedValue(
+            run.plan.strategy, f"the plan keeps these units until the backward, as {value}", matches=True
+        )
     if value in STRATEGIES and not STRATEGIES[value].is_sharded and run.plan.mesh.shard == 1:
         return ObservedValue(value, "a shard group of one rank does not shard", matches=True)
     return ObservedValue(value)
@@ -107,76 +107,40 @@ def read_mesh_replicate(run: ObservedRun) -> ObservedValue:
 
 
 def read_wrap_policy(run: ObservedRun) -> ObservedValue:
-    """Check that the modules that the policy selected are units, because FSDP does not store the policy."""
     if run.plan.sharded_at_load:
         return ObservedValue("fsdp_plan", "from_pretrained chose the units", matches=True)
     if run.plan.pre_sharded:
         return ObservedValue("by hand", "the script wrapped the model")
-    wrapped = {name for unit in run.units for name in unit.module_names}
-    chosen = run.chosen
-    missing = [name for name in chosen if name not in wrapped]
-    below_root = {name for unit in run.units if not unit.live.is_root for name in unit.module_names}
-    if missing:
-        reason = f"{len(missing)} of {len(chosen)} planned units are missing, for example {missing[0]}"
-        return ObservedValue("other units" if below_root else "none", reason)
-    if not run.structure.is_equal:
-        return ObservedValue("other units", run.structure.reason)
-    if chosen:
-        reason = f"all {len(chosen)} modules that the policy chose are units"
-    elif below_root <= {name for unit in run.plan.units for name in unit.modules}:
-        # FSDP2 makes units of modules that the policy does not choose, such as embeddings.
-        reason = "the policy chose no unit, as planned" if below_root else "the root is the only unit, as planned"
-    else:
-        return ObservedValue("none", "no policy chose the units below the root")
-    return ObservedValue(run.plan.spec.wrap.policy, reason, matches=True)
+    return _if_planned(run, run.plan.spec.wrap.policy)
+
+
+def _if_planned(run: ObservedRun, value: Any) -> ObservedValue:
+    """Return a value if the units are those of the plan, because FSDP does not store what has selected them."""
+    if run.plan.pre_sharded:
+        return unobserved_value("the script wrapped the model")
+    if run.structure.reason:
+        below_root = any(not unit.live.is_root for unit in run.units)
+        return differing_value("other units" if below_root else "none", run.structure.reason)
+    return ObservedValue(value, "the units and their parameters are those of the plan", matches=True)
 
 
 def read_wrap_classes(run: ObservedRun) -> ObservedValue:
     """Read which requested classes are units. The plan has already reported classes that the model does not contain."""
-    asked = run.plan.spec.wrap.classes
-    found = {name for unit in run.units for name in unit.class_name.split(" + ")}
-    planned = {name for unit in run.plan.units if unit.from_policy for name in unit.class_names}
-    observed = tuple(name for name in asked if name in found) or tuple(sorted(found & planned))
-    missing = sorted(planned - found)
-    absent = sorted(set(asked) - found - planned)
-    reason = f"not in the model: {', '.join(absent)}" if absent else ""
-    if missing:
-        reason = f"not wrapped: {', '.join(missing)}"
-    if not run.structure.is_equal:
-        return differing_value(observed, reason or run.structure.reason)
-    # Without planned units, only the requested names can be compared.
-    return ObservedValue(observed, reason, matches=not missing if planned else not absent)
+    planned = {name for unit in run.plan.units for name in unit.class_names}
+    of_policy = {name for unit in run.plan.units if unit.from_policy for name in unit.class_names}
+    asked = [name for name in run.plan.spec.wrap.classes if name in planned]
+    return _if_planned(run, asked or sorted(of_policy))
 
 
 def read_min_num_params(run: ObservedRun) -> ObservedValue:
-    sizes = [unit.num_params for unit in run.units if set(run.chosen).intersection(unit.module_names)]
+    sizes = [unit.num_params for unit in run.plan.units if unit.from_policy]
     if not sizes:
         return unobserved_value("the size policy chose no unit")
-    # The threshold itself is not on the live model.
-    value = f"smallest unit {min(sizes):,}"
-    if not run.structure.is_equal:
-        return differing_value(value, run.structure.reason)
-    reason = f"the smallest unit that the size policy chose has {min(sizes)} parameters"
-    return ObservedValue(value, reason, matches=min(sizes) >= run.plan.spec.wrap.min_num_params)
+    return _if_planned(run, f"smallest unit {min(sizes):,}")
 
 
 def read_ignored_modules(run: ObservedRun) -> ObservedValue:
-    unmanaged = {id(parameter) for parameter in unmanaged_parameters(run.model, run.units)}
-    found: list[str] = []
-    with_params = set()
-
-    def is_found(name: str) -> bool:
-        return any(is_inside(name, outer) for outer in found)
-
-    for name, module in run.model.named_modules():
-        name, parameters = canonical_name(name), list(module.parameters())
-        if parameters:
-            with_params.add(name)
-            if not is_found(name) and all(id(parameter) in unmanaged for parameter in parameters):
-                found.append(name)
-    sharded = [name for name in run.plan.ignored_modules if name in with_params and not is_found(name)]
-    reason = f"sharded: {', '.join(sharded[:3])}" if sharded else f"not sharded: {', '.join(found) or 'nothing'}"
-    return ObservedValue(found, reason, matches=not sharded)
+    return _if_planned(run, run.plan.ignored_modules)
 
 
 def read_offload(run: ObservedRun) -> ObservedValue:
@@ -205,20 +169,15 @@ def read_param_dtype(run: ObservedRun) -> ObservedValue:
     if run.plan.precision.param == "unchanged":
         casts = any(unit.live.casts for unit in run.units_with_params)
         return ObservedValue(value, "the dtype of the parameters, without a cast", matches=not casts)
-    cast, kept = run.first_step.cast_inputs, run.first_step.kept_inputs
-    parts = [f"activations in {format_names(cast, 3)} are cast to it"] if cast else []
-    parts += [f"numbers in {format_names(kept, 3)} keep their dtype"] if kept else []
-    return ObservedValue(value, ", ".join(parts))
+    return ObservedValue(value)
 
 
 def read_fp32_modules(run: ObservedRun) -> ObservedValue:
     """Read which modules have parameters that are gathered in fp32 while the policy's dtype is another one."""
     planned = set(run.plan.fp32_parameters)
     found, others = [], []
-    names = {id(module): canonical_name(name) for name, module in run.model.named_modules()}
     for unit in run.units_with_params:
-        for (module, key, _), dtype in zip(unit.live.places, unit.live.compute_dtypes, strict=False):
-            name = f"{names.get(id(module), '(replaced)')}.{key}".removeprefix(".")
+        for name, dtype in zip(unit.parameters, unit.live.compute_dtypes, strict=False):
             is_fp32 = dtype_name(dtype) == "fp32"
             if is_fp32:
                 found.append(name)

@@ -11,16 +11,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.backends.optimizers.parameters import step_mode
 from hf_fsdp_plugin.devices import DEVICES, available_device
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
+from hf_fsdp_plugin.plan.units import live_units
 from hf_fsdp_plugin.text import format_names, plural, short_dtype
-from hf_fsdp_plugin.torch_private import fsdp1, fsdp2
 from hf_fsdp_plugin.torch_private.functions import CheckpointWrapper
 from hf_fsdp_plugin.torch_private.live_unit import LiveUnit
 
@@ -41,7 +39,9 @@ class UnitObservation:
         reshard_after_forward: whether gathered parameters are freed between forward and backward; never true for
             the root. ``None``, like ``offloaded``, if the installed torch does not show it.
         fp8_modules: the canonical names of the layers that compute in fp8.
-        live: the torch objects of the unit; not part of the report.
+        parameters: the canonical names of the parameters, in the order of ``live.held``; not part of the report, like
+            ``live``.
+        live: the torch objects of the unit.
     """
 
     name: str
@@ -56,6 +56,7 @@ class UnitObservation:
     offloaded: bool | None
     checkpointed: bool
     fp8_modules: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
     live: LiveUnit = field(repr=False, compare=False)
 
     @property
@@ -73,7 +74,7 @@ class UnitObservation:
 
     def to_json(self) -> dict[str, Any]:
         """Return ``observed_unit`` of docs/json.schema.json."""
-        facts = {name: value for name, value in vars(self).items() if name != "live"}
+        facts = {name: value for name, value in vars(self).items() if name not in ("live", "parameters")}
         facts["fp8_modules"] = list(self.fp8_modules)
         return {"name": facts.pop("name"), "class": facts.pop("class_name"), **facts}
 
@@ -92,7 +93,7 @@ def observe_units(model: nn.Module) -> tuple[UnitObservation, ...]:
     }
     order = {name: position for position, name in enumerate(names.values())}
     units = []
-    for live in _live_units(model):
+    for live in live_units(model):
         # torch stores a group's modules in the order of the call; reports use the order of the module tree.
         # A script may have replaced some of them.
         modules = [module for module in live.modules if id(module) in names]
@@ -115,6 +116,10 @@ def observe_units(model: nn.Module) -> tuple[UnitObservation, ...]:
                 for module, key, _ in live.known("places", ())
                 if key == "weight" and fp8_library(module) and id(module) in names
             ),
+            parameters=tuple(
+                f"{names.get(id(each.module), '(replaced)')}.{each.attribute}".lstrip(".")
+                for each in live.known("held", ())
+            ),
             live=live,
         )
         units.append(unit)
@@ -125,27 +130,6 @@ def unmanaged_parameters(model: nn.Module, units: Iterable[UnitObservation]) -> 
     """Return the parameters that no unit shards: those of ignored modules, or all if the model is not sharded."""
     managed = frozenset[int]().union(*(unit.live.parameter_ids for unit in units))
     return [parameter for parameter in model.parameters() if id(parameter) not in managed]
-
-
-def _live_units(model: nn.Module) -> Iterator[LiveUnit]:
-    """Yield all FSDP1 and FSDP2 units in the order of the module tree, including those without parameters."""
-    seen: set[int] = set()
-    inside: set[int] = set()
-    for module in model.modules():
-        if isinstance(module, FSDP):
-            unit_modules: tuple[nn.Module, ...] = (module,)
-            units = [fsdp1.read_unit(module, is_root=id(module) not in inside)]
-        elif isinstance(module, FSDPModule):
-            state = fsdp2.state_of(module)
-            if id(state) in seen:
-                continue
-            seen.add(id(state))
-            unit_modules = fsdp2.modules_of(state)
-            units = list(fsdp2.read_units(state, is_root=all(id(m) not in inside for m in unit_modules)))
-        else:
-            continue
-        inside.update(id(inner) for outer in unit_modules for inner in outer.modules())
-        yield from units
 
 
 def checkpoints_natively(module: nn.Module) -> bool:
@@ -182,43 +166,14 @@ class StructureComparison:
     """What differs between the planned units and the live ones. Names are canonical.
 
     Attributes:
-        missing: planned units that the live model does not have.
-        extra: units of the live model that are not planned.
+        reason: describes the differences in one line; empty if there are none.
         unsharded: parameters of the live model that the plan shards and that no unit has.
-        moved: parameters that are in another unit than planned.
-        sharded: parameters that the plan does not shard and that a unit has.
-        frozen: parameters of units that the plan trains and that no longer require a gradient. The units are equal.
         added: parameters that were added after the model was sharded. The units are equal.
     """
 
-    missing: tuple[str, ...] = ()
-    extra: tuple[str, ...] = ()
+    reason: str = ""
     unsharded: tuple[str, ...] = ()
-    moved: tuple[str, ...] = ()
-    sharded: tuple[str, ...] = ()
-    frozen: tuple[str, ...] = ()
     added: tuple[str, ...] = ()
-
-    @property
-    def is_equal(self) -> bool:
-        return not (self.missing or self.extra or self.unsharded or self.moved or self.sharded)
-
-    @property
-    def reason(self) -> str:
-        """Describe the differences in one line; empty if there are none."""
-        kinds = (
-            (self.missing, "planned unit", "not a unit of the live model"),
-            (self.extra, "unit", "not planned"),
-            (self.unsharded, "parameter", "not sharded"),
-            (self.moved, "parameter", "not in the planned unit"),
-            (self.sharded, "ignored parameter", "sharded"),
-        )
-        return "; ".join(
-            f"{plural(len(names), noun)} {'is' if len(names) == 1 else 'are'} {what}: "
-            f"{format_names([name or '(root)' for name in names], 2)}"
-            for names, noun, what in kinds
-            if names
-        )
 
 
 def compare_structure(model: nn.Module, units: Sequence[UnitObservation], plan: FsdpPlan) -> StructureComparison:
@@ -231,31 +186,28 @@ def compare_structure(model: nn.Module, units: Sequence[UnitObservation], plan: 
 
     modules_of = [frozenset(map(canonical_name, unit.modules)) for unit in plan.units]
     planned = {first(n): modules for unit, modules in zip(plan.units, modules_of, strict=True) for n in unit.parameters}
-    live: dict[str, frozenset[str]] = {}
-    frozen = set()
-    paths = {id(module): path for path, module in model.named_modules()}
-    for unit in units:
-        for module, attribute, requires_grad in unit.live.places:
-            if id(module) in paths:  # otherwise the module has been replaced
-                name = first(f"{paths[id(module)]}.{attribute}".lstrip("."))
-                live[name] = frozenset(unit.module_names)
-                if not requires_grad:
-                    frozen.add(name)
-    frozen_before = {first(name) for unit in plan.units for name in unit.frozen}
+    live = {first(name): frozenset(unit.module_names) for unit in units for name in unit.parameters}
     # The root is left out: FSDP makes it a unit even if other units own all its parameters.
     planned_units = set(modules_of) - {frozenset([""])}
     live_units = {frozenset(unit.module_names) for unit in units} - {frozenset([""])}
     unmanaged = {id(parameter) for parameter in unmanaged_parameters(model, units)}
     ignored = set(map(canonical_name, plan.ignored_parameters))
     unsharded = {first(name) for name, parameter in model.named_parameters() if id(parameter) in unmanaged}
-    return StructureComparison(
-        missing=tuple(sorted(" + ".join(sorted(names)) for names in planned_units - live_units)),
-        extra=tuple(sorted(" + ".join(sorted(names)) for names in live_units - planned_units)),
-        unsharded=tuple(sorted(unsharded & planned.keys() - ignored)),
-        moved=tuple(sorted(name for name in live.keys() & planned.keys() if live[name] != planned[name])),
-        sharded=tuple(sorted(live.keys() & ignored)),
-        frozen=tuple(sorted(frozen & planned.keys() - frozen_before)),
+    unsharded = unsharded & planned.keys() - ignored
+    moved = (name for name in live.keys() & planned.keys() if live[name] != planned[name])
+    kinds = (
+        ((" + ".join(sorted(each)) for each in planned_units - live_units), "planned unit", "not in the live model"),
+        ((" + ".join(sorted(each)) for each in live_units - planned_units), "unit", "not planned"),
+        (unsharded, "parameter", "not sharded"),
+        (moved, "parameter", "in another unit"),
+        (live.keys() & ignored, "ignored parameter", "sharded"),
     )
+    reasons = [
+        f"{plural(len(found), noun)} {'is' if len(found) == 1 else 'are'} {what}: {format_names(found, 2)}"
+        for names, noun, what in kinds
+        if (found := sorted(name or "(root)" for name in names))
+    ]
+    return StructureComparison(reason="; ".join(reasons), unsharded=tuple(sorted(unsharded)))
 
 
 def observe_memory(

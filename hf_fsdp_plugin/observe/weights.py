@@ -8,10 +8,8 @@ between two steps.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from typing import Any
 from weakref import ref
 
@@ -19,9 +17,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_plugin.backends.loading.equal_weights import SUM_MODULUS, ParameterMemory, hash_bits, read_together
+from hf_fsdp_plugin.backends.loading.equal_weights import hash_bits, read_together
 from hf_fsdp_plugin.backends.loading.weight_loader import BroadcastRecord
-from hf_fsdp_plugin.backends.optimizers.parameters import has_parameters_of, is_replicated, parameters_in
+from hf_fsdp_plugin.backends.optimizers.parameters import has_parameters_of, parameters_in
 from hf_fsdp_plugin.backends.ranks.agreement import gather_objects, on_all_ranks
 from hf_fsdp_plugin.backends.sharding.forwards import float_outputs
 from hf_fsdp_plugin.backends.sharding.shard import sharded_models
@@ -29,21 +27,19 @@ from hf_fsdp_plugin.observe.units import UnitObservation, unmanaged_parameters
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.state import find_part, parts_of
-from hf_fsdp_plugin.text import plural
 from hf_fsdp_plugin.torch_private.functions import current_backward
 from hf_fsdp_plugin.torch_private.modules import buffers, non_persistent_buffers
 
 _TOLERANCE = 1e-6
 _PART = 1 << 22
 """Number of elements that are added at a time. Two copies of them in double precision have 64 MiB."""
-_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _Checksum = list[float]
 """The sum of the elements, and the sum of their magnitudes."""
 _Key = tuple[str, str, tuple[int, ...]]
 """Kind of a tensor (unit, parameter or buffer), its name, and the number of its shard."""
 
-ShardHashes = dict[tuple[int, int], torch.Tensor | None]
-"""Number of the unit and of the parameter in it -> hash of this rank's part; ``None`` if the rank has no part of it."""
+ShardHashes = dict[str, torch.Tensor | None]
+"""Name of a parameter -> hash of this rank's part; ``None`` if the rank has no part of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +53,9 @@ class WeightComparison:
         replicated: whether any shard is on more than one rank, so that replicas were compared.
         num_broadcast: number of tensors that all ranks received from rank 0 before sharding, bit-identical; ``None`` if
             no rank recorded a broadcast.
-        changed: whether the weights were changed between the broadcast and the first forward; ``None`` if unknown.
         num_filled: number of these tensors that a rank had not loaded; maximum over the ranks.
         num_from_files: number of parameters that all ranks had mapped from equal files, which were not broadcast.
-        before: which memory the parameters were in before the broadcast, on the rank with the most private memory.
-        num_shared_ranks: number of ranks on which a parameter was mapped or not loaded.
+        num_shared_ranks: number of ranks on which a parameter was mapped or not loaded before; ``None`` if unknown.
     """
 
     num_on_meta: int
@@ -69,34 +63,26 @@ class WeightComparison:
     replicated: bool
     diverged: tuple[str, ...] = ()
     num_broadcast: int | None = None
-    changed: bool | None = None
     num_filled: int = 0
     num_from_files: int = 0
-    before: ParameterMemory | None = None
-    num_shared_ranks: int = 0
+    num_shared_ranks: int | None = None
 
 
-def compare_weights(
-    model: nn.Module, units: Sequence[UnitObservation], first_bit_sum: torch.Tensor | None = None
-) -> WeightComparison:
+def compare_weights(model: nn.Module, units: Sequence[UnitObservation]) -> WeightComparison:
     """Compare checksums of replicas, unsharded parameters and non-persistent buffers across ranks. Collective.
 
     Buffers in the state dict are not compared, because running statistics may differ between ranks.
-
-    Args:
-        first_bit_sum: the sum of the bits of this rank's shards at the first forward.
     """
     record = find_part(model, BroadcastRecord)
     with on_all_ranks("computing checksums of the weights"):
         own = _checksums(model, units)
-        bit_sum = None if first_bit_sum is None else int(first_bit_sum)
         received_here = None if record is None else record.read()
-    gathered = gather_objects((own, received_here, bit_sum))
-    broadcasts: list[Any] = [broadcast for _, broadcast, _ in gathered]
+    gathered = gather_objects((own, received_here))
+    broadcasts: list[Any] = [broadcast for _, broadcast in gathered]
     if None in broadcasts:
         broadcasts = []
     found: dict[_Key, list[_Checksum | None]] = {}
-    for checksums, _, _ in gathered:
+    for checksums, _ in gathered:
         for key, checksum in checksums.items():
             found.setdefault(key, []).append(checksum)
     differing = {key[:2] for key, (first, *others) in found.items() if not all(_close(first, each) for each in others)}
@@ -104,24 +90,15 @@ def compare_weights(
     received = {(broadcast.num_tensors, broadcast.checksum) for broadcast in broadcasts}
     if len(received) > 1:
         differing.add(("weights", "received from rank 0"))
-    changed = None
-    found_sums = [bit_sum for _, _, bit_sum in gathered if bit_sum is not None]
-    taken = [broadcast.shard_bit_sum for broadcast in broadcasts if broadcast.shard_bit_sum is not None]
-    if taken and len(taken) == len(broadcasts) == len(found_sums) and broadcasts[0].bit_sum is not None:
-        # The sum over the shards of all ranks, and the sum of what was broadcast or taken from files.
-        replicas = max((unit.live.known("replicate_size", 1) for unit in units), default=1)
-        changed = (sum(found_sums) - sum(taken) - replicas * broadcasts[0].bit_sum) % SUM_MODULUS != 0
     return WeightComparison(
-        num_on_meta=max(list(checksums.values()).count(None) for checksums, _, _ in gathered),
+        num_on_meta=max(list(checksums.values()).count(None) for checksums, _ in gathered),
         differing=tuple(sorted(map(" ".join, differing))),
         diverged=tuple(sorted(name for kind, name in differing if kind == "unit")),
         replicated=any(kind == "unit" and len(sums) > 1 for (kind, _, _), sums in found.items()),
         num_broadcast=min((broadcast.num_tensors for broadcast in broadcasts), default=None),
-        changed=changed,
         num_filled=max((broadcast.num_filled for broadcast in broadcasts), default=0),
         num_from_files=min((broadcast.num_from_files for broadcast in broadcasts), default=0),
-        before=max(memories, key=lambda memory: memory.private_bytes, default=None),
-        num_shared_ranks=sum(memory.num_not_private > 0 for memory in memories),
+        num_shared_ranks=sum(memory.num_not_private > 0 for memory in memories) if memories else None,
     )
 
 
@@ -171,11 +148,11 @@ def _close(one: _Checksum | None, other: _Checksum | None) -> bool:
 
 def unchanged_parameters(
     before: ShardHashes | None, later: Sequence[ShardHashes], units: Sequence[UnitObservation]
-) -> frozenset[tuple[int, int]] | None:
+) -> frozenset[str] | None:
     """Return the trained parameters whose part on this rank is as before the first step; ``None`` if this is unknown.
 
     The weights after the examined steps and those at the end of the run are compared. A parameter without a part on
-    this rank counts as unchanged. The keys are those of ``ShardHashes``.
+    this rank counts as unchanged.
 
     Args:
         before, later: hashes before the first step, and after the steps that are examined.
@@ -192,47 +169,20 @@ def unchanged_parameters(
     return unchanged
 
 
-def hash_parts(units: Iterable[UnitObservation], only: Collection[tuple[int, int]] | None = None) -> ShardHashes:
+def hash_parts(units: Iterable[UnitObservation], only: Collection[str] | None = None) -> ShardHashes:
     """Return hashes of the bits of this rank's part of each trained parameter, on the parameters' devices.
 
     Args:
-        only: hash the parameters with these keys instead of the trained ones.
+        only: names of the parameters to hash instead of the trained ones.
     """
     return {
-        (number, index): hash_bits(part) if part.numel() else None
-        for number, unit in enumerate(units)
-        for index, (part, (_, _, trained)) in enumerate(zip(unit.live.parts, unit.live.places, strict=False))
-        if (trained if only is None else (number, index) in only)
-        and type(part.detach()) is torch.Tensor
-        and not part.is_meta
+        name: hash_bits(each.part) if each.part.numel() else None
+        for unit in units
+        for name, each in zip(unit.parameters, unit.live.held, strict=True)
+        if (each.requires_grad if only is None else name in only)
+        and type(each.part.detach()) is torch.Tensor
+        and not each.part.is_meta
     }
-
-
-def names_of_parts(model: nn.Module, units: Iterable[UnitObservation]) -> dict[tuple[int, int], str]:
-    """Return the canonical name of each parameter, by the keys of ``ShardHashes``."""
-    names = {id(module): canonical_name(name) for name, module in model.named_modules()}
-    return {
-        (number, index): f"{names.get(id(module), '?')}.{attribute}".lstrip(".")
-        for number, unit in enumerate(units)
-        for index, (module, attribute, _) in enumerate(unit.live.known("places", ()))
-    }
-
-
-def infinite_parts(units: Iterable[UnitObservation]) -> frozenset[tuple[int, int]]:
-    """Return the keys, as in ``ShardHashes``, of trained parameters with NaN or infinity in this rank's part."""
-    ranges = {
-        (number, index): torch.stack(torch.aminmax(part.detach())).float()
-        for number, unit in enumerate(units)
-        for index, (part, (_, _, trained)) in enumerate(
-            zip(unit.live.known("parts", ()), unit.live.known("places", ()), strict=False)
-        )
-        if trained
-        and part.numel()
-        and part.dtype in _FLOATS
-        and type(part.detach()) is torch.Tensor
-        and not part.is_meta
-    }
-    return frozenset(key for key, ends in read_together(ranges).items() if not all(map(math.isfinite, ends)))
 
 
 def unwrapped_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
@@ -271,7 +221,7 @@ def check_optimizers(
     for optimizer in optimizers:
         parameters = parameters_in(optimizer)
         of_all = f"of the {len(parameters)} parameters of {type(optimizer).__name__}"
-        foreign = [each for each in parameters if id(each) not in own and not is_replicated(each)]
+        foreign = [each for each in parameters if id(each) not in own]
         if num_foreign := len(foreign) - num_of_sharded_models(foreign):
             message = f"{num_foreign} {of_all} do not belong to the sharded model. The optimizer was created before "
             message += "wrapping, so it updates parameters that the model does not use."
@@ -299,31 +249,10 @@ def check_optimizers(
     return [Problem(code="FSDP-W505", message=message, fix=fix)]
 
 
-def check_shared(
-    optimizers: Sequence[torch.optim.Optimizer], alternating: Collection[torch.optim.Optimizer]
-) -> list[Problem]:
-    """Check that no two optimizers whose steps alternate have the same parameters."""
-    held = [(optimizer, set(map(id, parameters_in(optimizer)))) for optimizer in optimizers if optimizer in alternating]
-    for (one, own), (other, others) in combinations(held, 2):
-        if num_shared := len(own & others):
-            message = f"{plural(num_shared, 'parameter')} are in {type(one).__name__} and in {type(other).__name__}, "
-            message += "whose steps alternate: each gradient is applied twice, with two optimizer states."
-            fix = "Prepare one optimizer for each parameter. If two are intended, ignore the warning."
-            return [Problem(code="FSDP-W521", message=message, fix=fix)]
-    return []
-
-
 def num_of_sharded_models(parameters: Sequence[torch.Tensor]) -> int:
     """Return how many of the parameters belong to any sharded model. This rank may have no gradients of its shards."""
     known = {id(parameter) for model in sharded_models() for parameter in model.parameters()} if parameters else ()
     return sum(id(parameter) in known for parameter in parameters)
-
-
-def call_in_backward(outputs: Sequence[torch.Tensor], hook: Callable[[torch.Tensor], None]) -> None:
-    """Call ``hook`` when the backward from the outputs of a forward begins."""
-    first = next((output for output in outputs if output.requires_grad), None)
-    if first is not None:
-        first.register_hook(hook)
 
 
 @dataclass
@@ -354,7 +283,9 @@ class GradientWatch:
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._has_stepped and not torch.compiler.is_compiling():
-            call_in_backward(float_outputs(output), self._before_backward)
+            first = next((each for each in float_outputs(output) if each.requires_grad), None)
+            if first is not None:
+                first.register_hook(self._before_backward)
 
     def _before_backward(self, _: torch.Tensor) -> None:
         optimizer = self._optimizer()

@@ -19,7 +19,7 @@ from torch import nn
 from hf_fsdp_plugin.plan.fsdp_plan import ProblemCollector
 from hf_fsdp_plugin.plan.names import ancestors, common_path, is_inside, parent_of
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.spec.fsdp_spec import ActivationSection, FsdpSpec, WrapSection
+from hf_fsdp_plugin.spec.fsdp_spec import ActivationSection, FsdpSpec
 from hf_fsdp_plugin.spec.rules import check_pattern, check_size_threshold
 from hf_fsdp_plugin.text import format_names
 from hf_fsdp_plugin.torch_private.modules import CHECKPOINTED_ATTRIBUTE
@@ -315,48 +315,32 @@ def spec_of_further_model(spec: FsdpSpec, model: nn.Module, *, is_trained: bool)
     Without a backward there are no activations to recompute, so a model that is not trained has no activation
     checkpointing.
     """
-    wrap, reason = _fitting_wrap(spec.wrap, model)
-    values: dict[str, Any] = {"wrap.policy": wrap.policy, "wrap.classes": wrap.classes}
-    for name in ("wrap.ignored_modules", "precision.fp32_modules"):
-        if not _is_empty_or_matches(spec.get(name), model):
-            values[name] = ""
-    changed = {name for name, value in values.items() if value != spec.get(name)}
+    wrap, name = spec.wrap, type(model).__name__
+    present = {found for module in model.modules() if module is not model for found in class_names(module)}
+    own = present.intersection(no_split_classes(model)) or ModuleTree(model).repeated_classes()
+    largest = max((sum(p.numel() for p in child.parameters()) for child in model.children()), default=0)
+    values: dict[str, Any] = {}
+    problems = spec.problems
+    if wrap.policy == "transformer" and present.isdisjoint(wrap.classes) and (wrap.classes or not own):
+        values = {"wrap.policy": "transformer" if own else "none", "wrap.classes": ()}
+        message = f"{name}, a further model, has no {format_names(wrap.classes or ['declared or repeated layers'])}."
+        message += f" Its own layers are wrapped: {format_names(sorted(own))}." if own else " It is one unit."
+        origin = spec.origin("wrap.classes")
+        problems = (*problems, Problem(code="FSDP-W260", setting="wrap.classes", message=message, origin=origin))
+    elif wrap.policy == "size" and largest < wrap.min_num_params:
+        values = {"wrap.policy": "none", "wrap.min_num_params": 0}
+        message = f"no module of {name}, a further model, has {wrap.min_num_params:,} parameters. It is one unit."
+        origin = spec.origin("wrap.min_num_params")
+        problems = (*problems, Problem(code="FSDP-W260", setting="wrap.min_num_params", message=message, origin=origin))
+    for setting in ("wrap.ignored_modules", "precision.fp32_modules"):
+        if not _is_empty_or_matches(spec.get(setting), model):
+            values[setting] = ""
+    changed = set(values)
     if not is_trained and spec.activation != ActivationSection():
         values |= {f"activation.{field}": value for field, value in asdict(ActivationSection()).items()}
         changed |= {name for name in spec.origins if name.startswith("activation.")}
-    problems = spec.problems
-    if reason:
-        setting = "wrap.min_num_params" if spec.wrap.policy == "size" else "wrap.classes"
-        origin = spec.origin(setting)
-        problems = (*problems, Problem(code="FSDP-W260", setting=setting, message=reason, origin=origin))
     origins = {name: origin for name, origin in spec.origins.items() if name not in changed}
-    spec = spec.with_values({**values, "wrap.min_num_params": wrap.min_num_params}, {})
-    return replace(spec, origins=origins, problems=problems)
-
-
-def _fitting_wrap(wrap: WrapSection, model: nn.Module) -> tuple[WrapSection, str]:
-    """Return wrap settings that select modules of ``model``, and the reason if they are not ``wrap``."""
-    name = type(model).__name__
-    inner = [module for module in model.modules() if module is not model]
-    if wrap.policy == "size":
-        sizes = [sum(parameter.numel() for parameter in module.parameters()) for module in inner]
-        if max(sizes, default=0) >= wrap.min_num_params:
-            return wrap, ""
-        small = f"no module of {name}, a further model, has {wrap.min_num_params:,} parameters"
-        return replace(wrap, policy="none", min_num_params=0), f"{small}. It is sharded as one unit."
-    if wrap.policy == "none":
-        return wrap, ""
-    present = {found for module in inner for found in class_names(module)}
-    if present.intersection(wrap.classes):
-        return wrap, ""
-    own = sorted(present.intersection(no_split_classes(model))) or ModuleTree(model).repeated_classes()
-    if own and not wrap.classes:
-        return wrap, ""
-    absent = f"{name}, a further model, has no {format_names(wrap.classes)}" if wrap.classes else ""
-    if own:
-        return replace(wrap, classes=()), f"{absent}. Its own layer classes are wrapped: {format_names(own)}."
-    absent = absent or f"{name}, a further model, has no layers that it declares or repeats"
-    return replace(wrap, policy="none", classes=()), f"{absent}. It is sharded as one unit."
+    return replace(spec.with_values(values, {}), origins=origins, problems=problems)
 
 
 def _is_empty_or_matches(text: str, model: nn.Module) -> bool:

@@ -3,17 +3,15 @@
 FSDP checks a unit only at the first step. FSDP1 flattens the parameters of a unit into one tensor. That tensor has one
 dtype. Without ``use_orig_params`` it is also the parameter that the optimizer updates, so it is either frozen or
 trainable. The modules with the other parameters of a unit (LoRA adapters in frozen layers, fp32 norms among quantized
-weights) become units of their own, as ``peft.utils.other.fsdp_auto_wrap_policy`` does for leaf modules with a trainable
-weight.
+weights) become units of their own.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from math import ceil, prod
 from typing import Final
 
@@ -22,7 +20,7 @@ from torch import nn
 
 from hf_fsdp_plugin.plan.fsdp_plan import DTYPES, FsdpPlan, PrecisionPlan, ProblemCollector, UnitPlan
 from hf_fsdp_plugin.plan.modules import ModuleTree, ParameterEntry, class_names
-from hf_fsdp_plugin.plan.names import ancestors, is_inside, parent_of
+from hf_fsdp_plugin.plan.names import is_inside
 from hf_fsdp_plugin.text import format_dtype, format_names, plural
 from hf_fsdp_plugin.torch_private.modules import casts_itself
 
@@ -41,10 +39,10 @@ def check_parameters(
     entries = {entry.name: entry for entry in tree.parameters}
     _check_kinds([entry for entry in tree.parameters if not entry.ignored], precision, problems)
     owned = [(unit, [entries[name] for name in unit.parameters if entries[name].is_floating]) for unit in units]
-    _check_dtypes(tree, owned, precision, problems)
+    _check_dtypes(owned, precision, problems)
     spec = problems.spec
     if spec.fsdp.version == 1 and not spec.params.use_orig:
-        _check_requires_grad(tree, owned, problems)
+        _check_requires_grad(owned, problems)
     if trainable := [entry for entry in tree.parameters if entry.ignored and entry.parameter.requires_grad]:
         message = (
             f"{plural(len(trainable), 'trainable parameter is', 'trainable parameters are')} not sharded: "
@@ -59,9 +57,9 @@ def _names(entries: Iterable[ParameterEntry]) -> str:
 
 
 def _check_kinds(sharded: Sequence[ParameterEntry], precision: PrecisionPlan, problems: ProblemCollector) -> None:
-    """Report parameters that FSDP cannot shard: integers, complex numbers, packed weights, and own all-gathers."""
+    """Report parameters that FSDP cannot shard: integers, packed weights, and own all-gathers."""
     floating = [entry for entry in sharded if entry.is_floating]
-    if integers := [entry for entry in sharded if not (entry.is_floating or entry.parameter.is_complex())]:
+    if integers := [entry for entry in sharded if not entry.is_floating]:
         dtypes = sorted({format_dtype(entry.parameter.dtype) for entry in integers})
         sizes: Counter[torch.dtype] = Counter()
         for entry in floating:
@@ -71,7 +69,7 @@ def _check_kinds(sharded: Sequence[ParameterEntry], precision: PrecisionPlan, pr
         storage = f"bnb_4bit_quant_storage={DTYPES.get(precision.param) or usual}"
         message = (
             "FSDP shards only floating-point parameters, but "
-            f"{plural(len(integers), 'parameter has', 'parameters have')} an integer dtype ({', '.join(dtypes)}), as "
+            f"{plural(len(integers), 'parameter has', 'parameters have')} another dtype ({', '.join(dtypes)}), as "
             f"quantized weights do: {_names(integers)}."
         )
         fix = (
@@ -79,16 +77,6 @@ def _check_kinds(sharded: Sequence[ParameterEntry], precision: PrecisionPlan, pr
             "fsdp_ignored_modules."
         )
         problems.add("FSDP-E220", None, message, fix)
-    if numbers := [entry for entry in sharded if entry.parameter.is_complex()]:
-        message = (
-            f"FSDP shards only real parameters, but {plural(len(numbers), 'parameter is', 'parameters are')} complex: "
-            f"{_names(numbers)}."
-        )
-        fix = (
-            "Keep their modules whole on every rank with fsdp_ignored_modules, or store torch.view_as_real(weight) and "
-            "use torch.view_as_complex in the forward."
-        )
-        problems.add("FSDP-E224", None, message, fix)
     # Packed 4-bit weights: a cast changes their bytes.
     compute = DTYPES.get(precision.param)
     packed = [entry for entry in floating if getattr(entry.parameter, "quant_state", None) is not None]
@@ -113,7 +101,7 @@ def _check_kinds(sharded: Sequence[ParameterEntry], precision: PrecisionPlan, pr
         problems.add("FSDP-E121", None, message, fix)
 
 
-def _check_dtypes(tree: ModuleTree, owned: _Owned, precision: PrecisionPlan, problems: ProblemCollector) -> None:
+def _check_dtypes(owned: _Owned, precision: PrecisionPlan, problems: ProblemCollector) -> None:
     """Report units with several dtypes. FSDP1 requires one dtype per unit, FSDP2 one for its trainable parameters."""
     version = problems.spec.fsdp.version
     violations: list[_Violation] = []
@@ -129,8 +117,7 @@ def _check_dtypes(tree: ModuleTree, owned: _Owned, precision: PrecisionPlan, pro
         main, *others = ((format_dtype(dtype), _names(group)) for dtype, group in by_size)
         main_dtypes[main[0]] = None
         listed = "; ".join(f"{dtype}: {names}" for dtype, names in others)
-        why = UnitSplitter(tree, entries, kind_in_fsdp1(precision, use_orig=True)).reason() if version == 1 else ""
-        violations.append((unit, f"most parameters are {main[0]}, the others are {listed}{why}"))
+        violations.append((unit, f"most parameters are {main[0]}, the others are {listed}"))
     cast = f"cast all parameters of a unit to {' or '.join(main_dtypes)}"
     if version == 1:
         rule, setting = "FSDP1 requires one dtype for all parameters of a unit", "fsdp.version"
@@ -141,15 +128,14 @@ def _check_dtypes(tree: ModuleTree, owned: _Owned, precision: PrecisionPlan, pro
     _report_violations(problems, "FSDP-E221", setting, rule, violations, fix)
 
 
-def _check_requires_grad(tree: ModuleTree, owned: _Owned, problems: ProblemCollector) -> None:
+def _check_requires_grad(owned: _Owned, problems: ProblemCollector) -> None:
     violations: list[_Violation] = []
     for unit, entries in owned:
         frozen = [entry for entry in entries if not entry.parameter.requires_grad]
         trainable = [entry for entry in entries if entry.parameter.requires_grad]
         if frozen and trainable:
             counts = f"{len(frozen)} parameters are frozen ({_names(frozen)}) and {len(trainable)} are trainable"
-            why = UnitSplitter(tree, entries, lambda entry: entry.parameter.requires_grad).reason()
-            violations.append((unit, f"{counts} ({_names(trainable)}){why}"))
+            violations.append((unit, f"{counts} ({_names(trainable)})"))
     rule = "FSDP1 with fsdp_use_orig_params: false requires that all parameters of a unit are frozen, or that none is"
     fix = "Set fsdp_use_orig_params: true, or fsdp_version: 2."
     _report_violations(problems, "FSDP-E222", "params.use_orig", rule, violations, fix)
@@ -167,9 +153,7 @@ def _report_violations(
 
 
 _READS_CHILDREN: Final = frozenset({"MultiheadAttention", "ParamWrapper", "TrainableTokensLayer"})
-"""Classes that read the weights of their children instead of calling them: torch's attention, and two of PEFT's.
-
-FSDP1 gathers a unit when its module is called, so these children cannot be units."""
+"""Classes that read the weights of their children instead of calling them, so that these cannot be units of FSDP1."""
 _CALLS_BASE_LAYER: Final = frozenset({"IA3Layer", "LoraLayer", "LycorisLayer", "VeraLayer"})
 """PEFT's classes with bare parameters that call their ``base_layer``. Other classes of PEFT read its weight instead."""
 _MAGNITUDE: Final = "lora_magnitude_vector"
@@ -186,114 +170,29 @@ def kind_in_fsdp1(precision: PrecisionPlan, use_orig: bool) -> KindOf:
     return lambda entry: (precision.stored_dtype(entry.parameter), None if use_orig else entry.parameter.requires_grad)
 
 
-class UnitSplitter:
-    """Searches the modules to wrap inside one unit, so that every unit has parameters of one kind.
+def modules_of_other_kinds(tree: ModuleTree, entries: Sequence[ParameterEntry], kind: KindOf) -> list[str]:
+    """Return the modules of a unit to wrap as units of their own, so that every unit has parameters of one kind.
 
-    Attributes:
-        own: module -> the parameters that are registered in it. A shared parameter is listed in the innermost module
-            that contains all modules that use it.
-        kinds: module -> kind -> number of elements of that kind in the module and in the modules inside it.
+    The kind with the most elements stays in the unit. The others must be alone in modules that are called, as those of
+    PEFT's ``fsdp_auto_wrap_policy`` are. Returns no modules if the unit has one kind, or if that is not so.
+
+    Args:
+        entries: the parameters of the unit, without those of units inside it.
     """
+    sizes: Counter[Hashable] = Counter()
+    for entry in entries:
+        sizes[kind(entry)] += entry.parameter.numel()
+    others = dict.fromkeys(entry.home for entry in entries if kind(entry) != sizes.most_common(1)[0][0])
+    sharing = {path for entry in entries for path in entry.sharing_modules}
 
-    def __init__(self, tree: ModuleTree, entries: Sequence[ParameterEntry], kind: KindOf) -> None:
-        """Sort the parameters of a unit, without those of units inside it."""
-        self._tree, self._kind = tree, kind
-        self.own: dict[str, list[ParameterEntry]] = defaultdict(list)
-        self.kinds: dict[str, Counter[Hashable]] = defaultdict(Counter)
-        self._children: dict[str, dict[str, None]] = defaultdict(dict)
-        self._sharing: set[str] = set()
-        self._leaving = cache(self._modules_leaving)
-        for entry in entries:
-            self.own[entry.home].append(entry)
-            for path in (*ancestors(entry.home), ""):
-                self.kinds[path][kind(entry)] += entry.parameter.numel()
-                if path:
-                    self._children[parent_of(path)][path] = None
-            self._sharing.update(entry.sharing_modules)
-
-    def modules_inside(self, unit: str) -> list[str]:
-        """Return the modules to wrap as separate units.
-
-        The kind with the most elements stays in the unit if that is possible. Returns no modules if the unit has one
-        kind already, or if no choice of modules separates the kinds.
-
-        Args:
-            unit: name of the unit's module; empty for the root.
-        """
-        if len(self.kinds[unit]) < 2:
-            return []
-        choices = [found for kind in self._kinds_by_size(unit) if (found := self._leaving(unit, kind)) is not None]
-        # A layer without parameters of its own would not be a unit, and would not be checkpointed.
-        return next((found for found in choices if self._leaves_parameters(found)), choices[0] if choices else [])
-
-    def reason(self) -> str:
-        """Return the end of a sentence: why the kinds cannot be in separate units; empty for no specific reason."""
-        start = "; they cannot be units of their own, because"
-        for path, entries in self.own.items():
-            if len({self._kind(entry) for entry in entries}) > 1:
-                return f"{start} {type(self._tree.modules[path]).__name__} {path!r} itself has parameters of both kinds"
-        for path in self.kinds:
-            if path and len(self.kinds[path]) > 1 and not self._may_divide(path):
-                name = type(self._tree.modules[path]).__name__
-                return f"{start} {name} {path!r} reads weights of the modules inside it"
-        return ""
-
-    def _leaves_parameters(self, split: Collection[str]) -> bool:
-        """Whether parameters remain outside the modules to wrap."""
-        return any(entries and not any(is_inside(home, name) for name in split) for home, entries in self.own.items())
-
-    def _may_divide(self, path: str) -> bool:
-        """Whether the modules inside a module may be units. They must be called, not only have their weights read."""
-        classes = class_names(self._tree.modules[path])
-        if not classes.isdisjoint(_READS_CHILDREN):
-            return False
-        if not self.kinds.get(f"{path}.base_layer") or not classes.isdisjoint(_CALLS_BASE_LAYER):
-            return True
-        # A layer of PEFT. Its adapters are called if they are modules with a forward.
-        inside = [home for home in self.own if home.startswith(f"{path}.") and self.own[home]]
-        return all(self._is_callable(home) for home in inside)
-
-    def _is_callable(self, path: str) -> bool:
-        """Whether a module has a forward. Lists and dicts of modules or parameters have none."""
-        return type(self._tree.modules[path]).forward is not nn.Module.forward
-
-    def _can_wrap(self, path: str) -> bool:
+    def can_wrap(path: str) -> bool:
         parent, _, attribute = path.rpartition(".")
-        if attribute == "base_layer" and self.kinds.get(f"{parent}.{_MAGNITUDE}"):
-            return False  # DoRA reads its weight
-        return path not in self._sharing and self._is_callable(path)
+        # Lists and dicts of modules or parameters have no forward. DoRA reads the weight of its base layer.
+        is_called = type(tree.modules[path]).forward is not nn.Module.forward and attribute != "base_layer"
+        is_called &= class_names(tree.modules[parent]).isdisjoint(_READS_CHILDREN) and path not in sharing
+        return is_called and len({kind(entry) for entry in entries if is_inside(entry.home, path)}) == 1
 
-    def _kinds_by_size(self, path: str) -> list[Hashable]:
-        return [kind for kind, _ in self.kinds[path].most_common()]
-
-    def _modules_leaving(self, path: str, kind: Hashable) -> list[str] | None:
-        """Return the modules to wrap so that only parameters of ``kind`` remain in ``path``; ``None`` if impossible."""
-        if any(self._kind(entry) != kind for entry in self.own.get(path, ())):
-            return None
-        found: list[str] = []
-        for child in self._children[path]:
-            inner = self._modules_covering(child, kind)
-            if inner is None or (inner and not self._may_divide(path)):
-                return None
-            found += inner
-        return found
-
-    def _modules_covering(self, child: str, kind: Hashable) -> list[str] | None:
-        """Return the modules to wrap, ``child`` or modules inside it, so that only ``kind`` remains around them."""
-        kinds = self._kinds_by_size(child)
-        if kinds == [kind]:
-            return []
-        can_wrap = self._can_wrap(child)
-        if can_wrap and len(kinds) == 1:
-            return [child]
-        inner = self._leaving(child, kind)
-        if inner is not None or not can_wrap:
-            return inner
-        for other in kinds:
-            inner = self._leaving(child, other) if other != kind else None
-            if inner is not None:
-                return [*inner, child]
-        return None
+    return list(others) if all(map(can_wrap, others)) else []
 
 
 SIGNIFICANT: Final = 0.1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from importlib.metadata import version as version_of
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
@@ -36,7 +36,7 @@ from hf_fsdp_plugin.spec.rules import (
 from hf_fsdp_plugin.strategies import STRATEGIES, strategy_of
 from hf_fsdp_plugin.supported import release_of
 from hf_fsdp_plugin.text import format_dtype, format_names, format_value, plural
-from hf_fsdp_plugin.torch_private.fsdp2 import first_version_with_dtype_per_parameter, installed_behavior
+from hf_fsdp_plugin.torch_private.fsdp2 import SINCE_2_15, is_since_2_15
 
 _FP32_MODULES: Final = "precision.fp32_modules"
 _MIXED: Final = ("bf16", "fp16")
@@ -71,8 +71,7 @@ def resolve(
     )
     _check_attention(mesh, model, collector)
     check_divided_layers(mesh, model, collector)
-    _check_offload(spec, version, device_type, collector)
-    _check_activation(spec, model, parts.pre_sharded, collector)
+    _check_activation(spec, parts.pre_sharded, collector)
     if version == 1 and STRATEGIES[strategy].is_sharded:
         _check_reentrant(model, parts.units, collector)
     if (problem := unsupported_device(device_type)) is not None:
@@ -238,10 +237,12 @@ def resolve_fp32_modules(
         problems.add("FSDP-E283", _FP32_MODULES, message, fix)
     if precision.param not in _MIXED:
         return (), ()  # nothing is cast
-    if parts.backend == "fsdp1" or not installed_behavior().dtype_per_parameter:
-        is_fsdp1, needed = parts.backend == "fsdp1", first_version_with_dtype_per_parameter()
+    if parts.backend == "fsdp1" or not is_since_2_15():
+        is_fsdp1 = parts.backend == "fsdp1"
         version = "FSDP1" if is_fsdp1 else f"FSDP2 of torch {torch.__version__}"
-        fix = f"{'Set fsdp_version: 2, with' if is_fsdp1 else 'Install'} torch {needed} or newer, or remove the key."
+        fix = (
+            f"{'Set fsdp_version: 2, with' if is_fsdp1 else 'Install'} torch {SINCE_2_15} or newer, or remove the key."
+        )
         message = f"{version} computes all parameters of a unit in one dtype."
         problems.add("FSDP-E282", _FP32_MODULES, message, fix)
     owners = dict.fromkeys(path for entry in entries for path in entry.modules)
@@ -304,74 +305,21 @@ def check_installed_axes(mesh: MeshPlan, problems: ProblemCollector) -> None:
 def check_divided_layers(mesh: MeshPlan, model: nn.Module, problems: ProblemCollector) -> None:
     """Check that a model has plans for the tensor and expert axes, and that Transformers can divide its layers."""
     check_installed_axes(mesh, problems)
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    name = model_class_name(model)
-    axes = {
-        "tensor": (mesh.tensor, "tp_plan", ("num_attention_heads", "num_key_value_heads")),
-        "expert": (mesh.expert, "ep_plan", ("num_experts", "num_local_experts", "n_routed_experts")),
-    }
-    for axis, (size, plan, counts) in axes.items():
-        if size == 1:
-            continue
-        setting = f"mesh.{axis}"
-        if not getattr(model, plan, None):
-            message = (
-                f"{setting}={size}, but {name} has no {plan}: Transformers does not know how to divide its layers."
-            )
-            fix = f"Set {setting} to 1, or train a model of Transformers whose config has a base_model_{plan}."
-            problems.add("FSDP-E207", setting, message, fix)
-        for count, number in ((count, getattr(text, count, None)) for count in counts):
-            if isinstance(number, int) and number % size:
-                message = f"{setting}={size} does not divide the {count}={number} of {name}."
-                fix = f"Set it to a divisor of {number}."
-                problems.add("FSDP-E208", setting, message, fix)
+    for axis, size, plan in (("tensor", mesh.tensor, "tp_plan"), ("expert", mesh.expert, "ep_plan")):
+        if size > 1 and not getattr(model, plan, None):
+            message = f"mesh.{axis}={size}, but {model_class_name(model)} has no {plan}: Transformers does not know "
+            message += "how to divide its layers."
+            fix = f"Set mesh.{axis} to 1, or train a model of Transformers whose config has a base_model_{plan}."
+            problems.add("FSDP-E207", f"mesh.{axis}", message, fix)
 
 
-def _check_offload(spec: FsdpSpec, version: Version, device_type: str, problems: ProblemCollector) -> None:
-    """Check CPU offload against the FSDP version and the device."""
-    if not spec.offload.params:
-        return
-    strategy = STRATEGIES[spec.sharding.strategy]
-    if version == 1 and not strategy.is_sharded and not spec.params.use_orig:
-        # Checked in torch's _validate_unshard_params_args. With use_orig_params, state_dict() does not unshard.
-        message = (
-            f"FSDP1 cannot save parameters with {strategy.name}, CPU offload and fsdp_use_orig_params: false "
-            "('offload_to_cpu=True and NO_SHARD is not supported yet')."
-        )
-        fix = "Set fsdp_version: 2 or fsdp_use_orig_params: true."
-        problems.add("FSDP-E232", "offload.params", message, fix)
-    if device_type == "cpu":
-        problems.add("FSDP-N233", "offload.params", "fsdp_offload_params has no effect: the ranks run on the CPU.")
-
-
-def _check_activation(spec: FsdpSpec, model: nn.Module, pre_sharded: bool, problems: ProblemCollector) -> None:
-    """Check activation checkpointing against the wrap policy and the model."""
-    if spec.activation.checkpointing == "none":
-        return
-    setting, model_name = "activation.checkpointing", type(model).__name__
-    if spec.activation.native:
-        # Transformers renamed the method in 5.23.
-        if not (hasattr(model, "activation_checkpointing_enable") or hasattr(model, "gradient_checkpointing_enable")):
-            message = f"gradient_checkpointing requires a Transformers model, and {model_name} is not one."
-            fix = "Set fsdp_activation_checkpointing: true instead."
-            problems.add("FSDP-E240", setting, message, fix)
-        return
-    if spec.wrap.policy == "none" and not pre_sharded:
+def _check_activation(spec: FsdpSpec, pre_sharded: bool, problems: ProblemCollector) -> None:
+    """Check that activation checkpointing has units to checkpoint."""
+    activation = spec.activation
+    if activation.checkpointing != "none" and not activation.native and spec.wrap.policy == "none" and not pre_sharded:
         message = "fsdp_activation_checkpointing checkpoints the units of the wrap policy, and no wrap policy is set."
         fix = "Set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP."
-        problems.add("FSDP-E241", setting, message, fix)
-    # Transformers renamed the property; reading the old name warns.
-    new, old = "is_activation_checkpointing", "is_gradient_checkpointing"
-    if getattr(model, new if hasattr(model, new) else old, False):
-        reason, enabled_by = "already has gradient checkpointing enabled", "the call of gradient_checkpointing_enable()"
-    elif any(type(module).__name__ == "CheckpointWrapper" for module in model.modules()):
-        reason, enabled_by = "already contains modules wrapped in CheckpointWrapper", "these wrappers"
-    else:
-        return
-    message = f"{model_name} {reason}. With fsdp_activation_checkpointing, each layer would be recomputed twice."
-    fix = f"Remove {enabled_by}, or fsdp_activation_checkpointing."
-    problems.add("FSDP-E242", setting, message, fix)
+        problems.add("FSDP-E241", "activation.checkpointing", message, fix)
 
 
 def _check_reentrant(model: nn.Module, units: Sequence[UnitPlan], problems: ProblemCollector) -> None:

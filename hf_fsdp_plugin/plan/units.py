@@ -5,6 +5,7 @@ The units are the layers that the wrap policy selects, embedding, norm and head 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,17 +19,17 @@ from hf_fsdp_plugin.plan.fsdp_plan import (
     ModelParts,
     PrecisionPlan,
     ProblemCollector,
-    UnitParameter,
     UnitPlan,
     unit_plan,
 )
 from hf_fsdp_plugin.plan.modules import ModuleTree, ParameterEntry, has_no_layers, policy_modules, post_order
 from hf_fsdp_plugin.plan.names import ancestors, canonical_name, is_inside, parent_of
-from hf_fsdp_plugin.plan.parameters import UnitSplitter, kind_in_fsdp1
+from hf_fsdp_plugin.plan.parameters import kind_in_fsdp1, modules_of_other_kinds
 from hf_fsdp_plugin.problems import has_errors
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_names, plural
 from hf_fsdp_plugin.torch_private import fsdp1, fsdp2
+from hf_fsdp_plugin.torch_private.live_unit import LiveUnit
 
 
 @dataclass(kw_only=True, slots=True)
@@ -80,9 +81,7 @@ def wrap_units(
             "innermost unit that contains all modules that use it."
         )
         problems.add("FSDP-N217", "wrap.policy", message)
-    if spec.wrap.policy == "none" or not has_submodules or has_no_layers(spec, tree):
-        _report_one_unit(tree, problems, has_submodules=has_submodules)
-    elif not any(name in selected for unit in units for name in unit.modules):
+    if not has_submodules or not any(name in selected for unit in units for name in unit.modules):
         _report_only_root(tree, selected, removed, problems)
     return units
 
@@ -171,7 +170,7 @@ def _split_by_kind(
     split: dict[str, None] = {}
     most = 0
     for draft in drafts:
-        found = UnitSplitter(tree, draft.parameters, kind).modules_inside(draft.members[0])
+        found = modules_of_other_kinds(tree, draft.parameters, kind)
         split |= dict.fromkeys(found)
         most = max(most, len(found))
     if not split:
@@ -211,45 +210,33 @@ def _remove_sharing_members(tree: ModuleTree, drafts: list[_UnitDraft]) -> dict[
         removed |= found
 
 
-def _report_one_unit(tree: ModuleTree, problems: ProblemCollector, *, has_submodules: bool) -> None:
-    if not has_submodules:
-        reason, fix = "without modules inside it, ", ""
-    elif problems.spec.wrap.policy == "none":
-        reason = "without a wrap policy, "
-        fix = "Set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, or add auto_wrap to fsdp."
-    else:
-        reason = "without layers that it declares or repeats, "
-        fix = "Name layers in fsdp_transformer_layer_cls_to_wrap, or use SIZE_BASED_WRAP with fsdp_min_num_params."
-    message = (
-        f"{reason}{type(tree.model).__name__} is one unit: each rank gathers all parameters at once and "
-        "keeps them until the end of backward, so only gradients and optimizer state are sharded."
-    )
-    problems.add("FSDP-W218", "wrap.policy", message, fix)
-
-
 def _report_only_root(
     tree: ModuleTree, selected: tuple[str, ...], removed: dict[str, str], problems: ProblemCollector
 ) -> None:
-    wrap = problems.spec.wrap
-    if sharing := [name for name in selected if name in removed]:
+    wrap, name = problems.spec.wrap, type(tree.model).__name__
+    fix = "Name the repeated layers in fsdp_transformer_layer_cls_to_wrap, or use SIZE_BASED_WRAP."
+    if wrap.policy == "none" or len(tree.modules) == 1 or has_no_layers(problems.spec, tree):
+        reason = "without a wrap policy" if wrap.policy == "none" else "without layers that it declares or repeats"
+        message = (
+            f"{reason}, {name} is one unit: each rank gathers all parameters at once and keeps them until the end of "
+            "backward, so only gradients and optimizer state are sharded."
+        )
+        if wrap.policy == "none":
+            fix = "Set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, or add auto_wrap to fsdp."
+        problems.add("FSDP-W218", "wrap.policy", message, fix)
+        return
+    setting = "wrap.classes" if wrap.classes else "wrap.policy"
+    if sharing := [each for each in selected if each in removed]:
         reason = f"all selected modules ({format_names(sharing)}) share parameters with modules outside them"
-        fix = "Wrap classes that contain all users of the shared parameters, or set fsdp_auto_wrap_policy: NO_WRAP."
     elif selected:
         reason = f"the selected modules ({format_names(selected)}) have no parameters left to shard"
-        fix = "Wrap another class, or ignore fewer modules."
     elif wrap.policy == "size":
-        sizes = [(sum(p.numel() for p in module.parameters()), name) for name, module in tree.named() if name]
-        size, name = max(sizes, key=lambda pair: pair[0])
-        reason = (
-            f"no module of {type(tree.model).__name__} has {wrap.min_num_params:,} parameters outside smaller units"
-        )
-        fix = f"Set a lower fsdp_min_num_params. The largest module, {name}, has {size:,} parameters."
+        largest = max(sum(p.numel() for p in module.parameters()) for path, module in tree.named() if path)
+        reason = f"no module of {name} has {wrap.min_num_params:,} parameters outside smaller units"
+        setting, fix = "wrap.min_num_params", f"Set a lower fsdp_min_num_params. The largest module has {largest:,}."
     else:
         classes = ", ".join(wrap.classes) or "the model's own layer classes"
         reason = f"no module of {classes} can be wrapped, because it is ignored or is the model itself"
-        fix = "Set fsdp_transformer_layer_cls_to_wrap to the class of the repeated layer."
-    setting = "wrap.classes" if wrap.classes else "wrap.policy"
-    setting = "wrap.min_num_params" if wrap.policy == "size" else setting
     problems.add("FSDP-E219", setting, f"the wrap policy would make the root the only unit: {reason}.", fix)
 
 
@@ -340,53 +327,45 @@ def model_class_name(model: nn.Module) -> str:
 
 def sharded_units(model: nn.Module, backend: Backend) -> tuple[UnitPlan, ...]:
     """Return the existing units, children before parents. Counts are of whole parameters, not of shards."""
-    return _fsdp1_units(model) if backend == "fsdp1" else _fsdp2_units(model)
-
-
-def _fsdp2_units(model: nn.Module) -> tuple[UnitPlan, ...]:
-    modules = dict(model.named_modules())
-    owner: dict[str, object] = {}
-    groups: dict[object, list[str]] = {}
-    for name, module in modules.items():
-        if isinstance(module, FSDPModule):
-            state: object = fsdp2.state_of(module)
-            groups.setdefault(state, []).append(name)
-            owner[name] = state
-        else:
-            owner[name] = owner.get(parent_of(name)) if name else None
-    owned: dict[object, list[UnitParameter]] = {}
-    for name, p in model.named_parameters():
-        if isinstance(p, DTensor):
-            owned.setdefault(owner[parent_of(name)], []).append((name, p.numel(), p.dtype, p.requires_grad))
-    if None in owned and not groups:  # DTensors without FSDP: the whole model is one unit
-        groups[None] = [""]
-    units = [
-        unit_plan(
-            {name: model_class_name(modules[name]) for name in names},
-            owned.get(state, []),
-            reshard=state is not None and fsdp2.reshards_after_forward(state, is_root="" in names),
-            from_policy=names != [""],
+    names = {id(module): canonical_name(n) if backend == "fsdp1" else n for n, module in model.named_modules()}
+    groups: dict[tuple[nn.Module, ...], list[LiveUnit]] = {}
+    for live in live_units(model):  # FSDP2 has a unit for each mesh of the parameters of these modules
+        groups.setdefault(live.modules, []).append(live)
+    units = []
+    for modules, group in groups.items():
+        held = [each for live in group for each in live.held]
+        paths = [f"{names[id(each.module)]}.{each.attribute}".lstrip(".") for each in held]
+        unit = unit_plan(
+            {names[id(module)]: model_class_name(module) for module in modules},
+            [(path, e.numel, e.part.dtype, e.requires_grad) for path, e in zip(paths, held, strict=True)],
+            reshard=any(live.reshards for live in group),
+            from_policy=names[id(modules[0])] != "",
             is_split_off=False,
         )
-        for state, names in groups.items()
-    ]
+        units.append(unit)
+    if not units:  # DTensors without FSDP: the whole model is one unit
+        divided = [(name, p) for name, p in model.named_parameters() if isinstance(p, DTensor)]
+        rows = [(name, p.numel(), p.dtype, p.requires_grad) for name, p in divided]
+        units = [unit_plan({"": model_class_name(model)}, rows, reshard=False, from_policy=False, is_split_off=False)]
     return tuple(reversed(units))
 
 
-def _fsdp1_units(model: nn.Module) -> tuple[UnitPlan, ...]:
-    units = []
-    for path, module in model.named_modules():
-        if not isinstance(module, FullyShardedDataParallel):
+def live_units(model: nn.Module) -> Iterator[LiveUnit]:
+    """Yield all FSDP1 and FSDP2 units in the order of the module tree, including those without parameters."""
+    seen: set[int] = set()
+    inside: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, FullyShardedDataParallel):
+            unit_modules: tuple[nn.Module, ...] = (module,)
+            units = [fsdp1.read_unit(module, is_root=id(module) not in inside)]
+        elif isinstance(module, FSDPModule):
+            state = fsdp2.state_of(module)
+            if id(state) in seen:
+                continue
+            seen.add(id(state))
+            unit_modules = fsdp2.modules_of(state)
+            units = list(fsdp2.read_units(state, is_root=all(id(m) not in inside for m in unit_modules)))
+        else:
             continue
-        name = canonical_name(path)
-        flat = fsdp1.flat_parameter(module)
-        rows: list[UnitParameter] = []
-        if flat is not None:
-            rows = [
-                (canonical_name(f"{name}.{m.name}".lstrip(".")), m.shape.numel(), flat.dtype, m.requires_grad)
-                for m in fsdp1.original_parameters(flat)
-            ]
-        reshard = fsdp1.strategy_of_unit(module).reshards_after_forward and bool(name)
-        modules = {name: model_class_name(module)}
-        units.append(unit_plan(modules, rows, reshard=reshard, from_policy=bool(name), is_split_off=False))
-    return tuple(reversed(units))
+        inside.update(id(inner) for outer in unit_modules for inner in outer.modules())
+        yield from units

@@ -1,8 +1,8 @@
 """How the ranks of a machine exited, which failed first, and why: for the summary, restarts and other machines.
 
 :func:`tell_failure` makes the text of a failure under every launcher. ``hf-fsdp launch`` prints the rank that failed
-first and its exception, then one line for each other outcome (:data:`_SECTIONS`). Under other launchers, a rank that
-has lost the connection to others adds the cause to its own error. ``runs.exits`` reads the exits from the files.
+first and its exception, then one line for each other outcome. Under other launchers, a rank that has lost the
+connection to others adds the cause to its own error. ``runs.exits`` reads the exits from the files.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 import signal
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from hf_fsdp_plugin.hangs import HANG, python_stacks
 from hf_fsdp_plugin.hangs.calls import Counts, RankCalls
@@ -47,7 +47,6 @@ class RankExit:
         tail: last lines of its stderr; empty if stderr went to the terminal.
         stack: its stack at the failure, outermost frame first; empty if that is unknown.
         ended: whether its script had ended without an error.
-        halted: whether SIGSTOP or a debugger had stopped its process when it was asked for its stack.
         calls: its collectives; ``None`` if they are unknown.
         code_is_known: whether ``code`` is known. Only the launcher knows it; other ranks set ``code`` to 0.
     """
@@ -61,7 +60,6 @@ class RankExit:
     tail: tuple[str, ...] = ()
     stack: tuple[Frame, ...] = ()
     ended: bool = False
-    halted: bool = False
     calls: RankCalls | None = None
     code_is_known: bool = True
 
@@ -118,10 +116,7 @@ class AttemptResult:
         signal_number: the signal that stopped the launcher, or 0.
         remote_failure: the failure of a rank on another machine, if any.
         has_remote_hang: whether this failure is a hang.
-        elsewhere: where the ranks of other machines were, after the machines have shared that.
-        notes: what is not known of other machines.
         hang: why the run was ended, if ranks waited for too long.
-        joins: whether the attempt was ended because a machine joins the run.
         first: the rank whose failure caused the others, determined from ``exits``; ``None`` if none has failed.
     """
 
@@ -129,10 +124,7 @@ class AttemptResult:
     signal_number: int = 0
     remote_failure: str | None = None
     has_remote_hang: bool = False
-    elsewhere: Sequence[RankCalls] = ()
-    notes: Sequence[str] = ()
     hang: FoundHang | None = None
-    joins: bool = False
     first: RankExit | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -154,19 +146,11 @@ class AttemptResult:
         return 1 if first.failure is not None else 128 - first.code
 
     @property
-    def needs_places(self) -> bool:
-        """Whether the summary, here or on the machine that failed first, contains where the ranks were."""
-        first = self.first
-        if first is None or self.signal_number or self.hang is not None:
-            return False
-        return bool(self.remote_failure) or first.may_disagree or first.has_waited
-
-    @property
     def places(self) -> list[RankCalls]:
         """Where the ranks of this machine were, without the ranks whose place is unknown."""
         known = []
         for rank in self.exits:
-            state = "ended" if rank.ended and rank.failure is None else "halted" if rank.halted else "running"
+            state = "ended" if rank.ended and rank.failure is None else "running"
             if state != "running" or rank.place:
                 known.append(RankCalls(rank=rank.rank, place=rank.place, state=state))
         return known
@@ -241,26 +225,28 @@ def tell_failure(
         debug: include the full tracebacks of all ranks.
         shown_live: ranks whose stderr went to the terminal, so that its last lines are not repeated.
     """
-    first = result.first
+    first, places = result.first, shown_places(result.places)
     if result.hang is not None:
         return result.hang.text
     if result.signal_number and first is not None:
-        return _tell_signal(result)
+        ranks = name_ranks([rank.rank for rank in result.exits])
+        stopped = f"stopped by {signal_name(result.signal_number)}; {ranks} exited"
+        return _block([stopped, *(places if len(places) > 1 else ())])
     if result.remote_failure and (first is None or first.failure is None or first.has_lost_connection):
-        return _block([f"the ranks of this machine were stopped because another failed: {result.remote_failure}"])
+        why = f"the ranks of this machine were stopped because another failed: {result.remote_failure}"
+        return _block([why, *places])
     if first is None:
         return ""
     if brief:
-        return _tell_briefly(first, result)
-    sections = _SECTIONS_OF_SPEC if first.kind == "spec" else _SECTIONS
-    failure = _Failure(first, result, debug, first.rank in set(shown_live))
-    return "\n".join(line for section in sections for line in section(failure))
-
-
-def _tell_signal(result: AttemptResult) -> str:
-    ranks, places = name_ranks([rank.rank for rank in result.exits]), _places(result)
-    stopped = f"stopped by {signal_name(result.signal_number)}; {ranks} exited"
-    return _block([stopped, *(places if len(places) > 1 else ())])
+        return "; ".join(places) if first.has_waited else _tell_briefly(first, result)
+    if first.failure is not None and first.kind == "spec":  # its message is for users
+        return "\n".join([str(first.failure["message"]), *([_block(places)] if first.has_waited else ())])
+    lines = _describe_first(first, debug=debug)
+    if problem := explain_failure(first, result):
+        lines.append(_block([problem]))
+    if first.tail and first.rank not in shown_live:
+        lines += [f"  last lines of rank {first.rank}'s stderr:", *(f"  | {line}" for line in first.tail)]
+    return "\n".join([*lines, *_describe_others(first, result, debug=debug)])
 
 
 def _tell_briefly(first: RankExit, result: AttemptResult) -> str:
@@ -271,92 +257,44 @@ def _tell_briefly(first: RankExit, result: AttemptResult) -> str:
     return f"rank {first.rank} failed first{place}: {summarize_exit(first)}{more}"
 
 
-class _Failure(NamedTuple):
-    """What the sections of a summary are made of.
-
-    Attributes:
-        debug: whether full tracebacks are included.
-        is_shown: whether the stderr of the first failed rank went to the terminal.
-    """
-
-    first: RankExit
-    result: AttemptResult
-    debug: bool
-    is_shown: bool
-
-
 def _block(lines: Iterable[object]) -> str:
     return "\n".join(f"hf-fsdp: {line}" for line in lines)
 
 
-def _message(failed: _Failure) -> Iterator[str]:
-    first = failed.first
-    yield _block([f"rank {first.rank} failed (pid {first.pid} on {socket.gethostname()}): {summarize_exit(first)}"])
+def _describe_first(first: RankExit, *, debug: bool) -> list[str]:
+    """Return the lines on the rank that has failed first: its exception or signal, and its stack."""
+    lines = [_block([f"rank {first.rank} failed (pid {first.pid} on {socket.gethostname()}): {summarize_exit(first)}"])]
     if first.failure is not None and first.kind == "exception":
-        title = first_line(first.failure)
-        rest = [f"  {line}" for line in str(first.failure["message"]).splitlines() if line != title]
-        yield from truncate_lines(rest, _MAX_LINES)
+        rest = [line for line in str(first.failure["message"]).splitlines() if line != first_line(first.failure)]
+        lines += truncate_lines([f"  {line}" for line in rest], _MAX_LINES)
     if first.code < 0 and not first.stopped:
         if first.calls is not None and first.calls.last_call:
-            yield f"  Its last collective was {first.calls.last_call}."
+            lines.append(f"  Its last collective was {first.calls.last_call}.")
         if hint := _HINTS.get(signal_name(-first.code)):
-            yield f"  {hint}"
+            lines.append(f"  {hint}")
+    if first.failure is not None and first.kind == "exception" and debug:
+        return [*lines, first.failure["traceback"].rstrip()]
+    return lines + (python_stacks.format_stack(first.stack) if first.kind in ("", "exception") else [])
 
 
-def _stack(failed: _Failure) -> Iterator[str]:
-    first = failed.first
-    if first.failure is not None and first.kind == "exception" and failed.debug:
-        yield from first.failure["traceback"].rstrip().splitlines()
-    elif first.kind in ("", "exception"):
-        yield from python_stacks.format_stack(first.stack)
-
-
-def _explanation(failed: _Failure) -> Iterator[str]:
-    if problem := explain_failure(failed.first, failed.result):
-        yield _block([problem])
-
-
-def _last_lines(failed: _Failure) -> Iterator[str]:
-    if failed.first.tail and not failed.is_shown:
-        yield f"  last lines of rank {failed.first.rank}'s stderr:"
-        yield from (f"  | {line}" for line in failed.first.tail)
-
-
-def _others(failed: _Failure) -> Iterator[str]:
-    """Yield one line for each way in which the other ranks failed, with their numbers."""
-    first, groups = failed.first, dict[str, list[int]]()
-    others = [rank for rank in failed.result.exits if rank is not first]
+def _describe_others(first: RankExit, result: AttemptResult, *, debug: bool) -> list[str]:
+    """Return one line for each way in which the other ranks failed, with their numbers."""
+    groups: dict[str, list[int]] = {}
+    others = [rank for rank in result.exits if rank is not first]
     for rank in [rank for rank in others if rank.has_failed]:
-        summary = summarize_exit(rank)
-        ways = (
-            (rank.only_stopped, "stopped by the launcher"),
-            (summary == summarize_exit(first), "failed the same way"),
-            (rank.has_lost_connection, f"lost the connection afterwards: {summary}"),
-            (True, f"failed afterwards: {summary}"),
-        )
-        groups.setdefault(next(text for applies, text in ways if applies), []).append(rank.rank)
-    for text, ranks in groups.items():
-        yield _block([f"{name_ranks(ranks)} {text}"])
-    for rank in others if failed.debug else ():
+        text = f"failed afterwards: {summarize_exit(rank)}"
+        if rank.only_stopped:
+            text = "stopped by the launcher"
+        elif summarize_exit(rank) == summarize_exit(first):
+            text = "failed the same way"
+        elif rank.has_lost_connection:
+            text = f"lost the connection afterwards: {summarize_exit(rank)}"
+        groups.setdefault(text, []).append(rank.rank)
+    lines = [_block([f"{name_ranks(ranks)} {text}"]) for text, ranks in groups.items()]
+    for rank in others if debug else ():
         if rank.failure is not None and rank.failure["traceback"]:
-            yield f"hf-fsdp: traceback of rank {rank.rank}:\n{rank.failure['traceback'].rstrip()}"
-
-
-def _notes(failed: _Failure) -> Iterator[str]:
-    yield from (_block([note]) for note in failed.result.notes)
-
-
-def _problems(failed: _Failure) -> Iterator[str]:
-    yield str((failed.first.failure or {})["message"])
-    if failed.first.has_waited:
-        yield from (_block([place]) for place in _places(failed.result))
-        yield from _notes(failed)
-
-
-_SECTIONS: Final = (_message, _stack, _explanation, _last_lines, _others, _notes)
-"""The summary of a failure."""
-_SECTIONS_OF_SPEC: Final = (_problems,)
-"""That of a ``SpecError``, whose message is for users."""
+            lines.append(f"hf-fsdp: traceback of rank {rank.rank}:\n{rank.failure['traceback'].rstrip()}")
+    return lines
 
 
 def explain_failure(first: RankExit, result: AttemptResult) -> Problem | None:
@@ -372,7 +310,7 @@ def explain_failure(first: RankExit, result: AttemptResult) -> Problem | None:
             how, fix = "without an exception", f"{fix} A signal such as SIGKILL may also have killed it."
         text = f"{name_ranks([rank.rank for rank in gone])} exited {how} before the end of the script{steps}. "
         return Problem(code="FSDP-E734", message=f"{text}{_capitalized(compared)}".strip(), fix=fix)
-    places = _places(result)
+    places = shown_places(result.places)
     if len(places) > 1:
         compared = f"the ranks were in different places: {'; '.join(places)}. {_capitalized(compared)}".strip()
     if not compared:
@@ -386,8 +324,3 @@ def explain_failure(first: RankExit, result: AttemptResult) -> Problem | None:
 
 def _capitalized(sentences: str) -> str:
     return f"{sentences[:1].upper()}{sentences[1:]}"
-
-
-def _places(result: AttemptResult) -> list[str]:
-    """Return one text for each place at which ranks were, on all machines that are known."""
-    return shown_places([*result.places, *result.elsewhere])

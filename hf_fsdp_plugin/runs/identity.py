@@ -14,15 +14,11 @@ torchrun, ``accelerate launch``        ``TORCHELASTIC_RUN_ID`` and torch's agent
 
 The id of torchrun is ``none`` unless a user sets one, and users set the same one again and again. So the agent, which
 outlives all attempts of a machine, is a part of the id: the folder of its logs, which has a new name for each agent.
-The machines of a run have different agents: they agree on one id (:func:`merge_offers`).
+The machines of a run have different agents, and machines may join: the id of the machine that was in the most attempts
+is used (:func:`agree_on_attempts`).
 
-When a machine joins, torch starts all ranks again, but the number of the attempt stays. Two starts with one number have
-different folders of logs, or other addresses at which the ranks meet.
-
-The attempts before are known from the files that their ranks have left on each machine.
-
-``hf-fsdp launch`` passes the failed attempts to its ranks. Under other launchers each machine reads the files of its
-own ranks, and offers what it knows; :func:`merge_offers` makes one history of the offers of all machines.
+``hf-fsdp launch`` passes the failed attempts to its ranks. Under other launchers each machine reads the files that the
+ranks of the attempts before have left on it.
 """
 
 from __future__ import annotations
@@ -30,22 +26,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import socket
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Final
 
-from hf_fsdp_plugin.hangs.mapped_file import remove_file
-from hf_fsdp_plugin.hangs.watch_files import FoundHang, RankFiles, remove_files, write_if_possible
+from hf_fsdp_plugin.hangs.watch_files import RankFiles, remove_files, scratch_folder, write_if_possible
 from hf_fsdp_plugin.rank_variables import ERROR_FILE_VARIABLE, POD_ID_VARIABLE, RUN_ID_VARIABLE, variable_number
-from hf_fsdp_plugin.runs.exits import earlier_exits
-from hf_fsdp_plugin.runs.failures import AttemptResult
-from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts, assess_attempt, decide_restart
+from hf_fsdp_plugin.runs.exits import read_exit
+from hf_fsdp_plugin.runs.failures import first_failure, summarize_exit
+from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts, count_steps
 
 _AGENT_VARIABLE: Final = "TORCHELASTIC_RUN_ID"
 
@@ -112,7 +106,7 @@ def identify_run(environ: Mapping[str, str], argv: tuple[str, ...] = ()) -> RunI
 def attempt_folder(identity: RunIdentity, environ: Mapping[str, str]) -> Path:
     """Return the folder of the files of this machine's ranks in this attempt. That of the run is its parent."""
     unique = identity.id or "-".join(environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
-    folder = Path(tempfile.gettempdir()) / f"hf_fsdp_{os.getuid()}" / _short_hash(unique)
+    folder = scratch_folder() / f"hf_fsdp_{os.getuid()}" / _short_hash(unique)
     return folder / f"{identity.attempt}-{identity.start}"
 
 
@@ -149,105 +143,46 @@ def _short_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-_MEMORY: Final = "run.json"
-"""File in the folder of the run: the :class:`Offer` that the machines agreed on at the begin of its last attempt."""
-_DAMAGED: Final = (OSError, ValueError, KeyError, TypeError, AttributeError)
+_DAMAGED: Final = (OSError, ValueError, KeyError, TypeError)
 """Errors of files that are incomplete, as on a full disk, or gone. They must not end a training."""
-_UNKNOWN: Final = FailedAttempt(failure="an attempt of which no record is left")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Offer:
-    """What a machine knows of its run before an attempt.
-
-    Attributes:
-        known: the run as the machines agreed on it at the begin of the last attempt that this machine was in.
-        rank: its lowest rank.
-        num_agreed: number of attempts until then; 0 for a machine that is new in the run.
-        attempt: number of this attempt according to the launcher.
-        failed: the failed attempts since then that have left files, oldest first.
-    """
-
-    known: Restarts
-    rank: int = 0
-    num_agreed: int = 0
-    attempt: int = 0
-    failed: tuple[FailedAttempt, ...] = ()
-
-    def to_text(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_text(cls, text: str) -> Offer:
-        tree = json.loads(text)
-        failed = tuple(FailedAttempt(**each) for each in tree["failed"])
-        return cls(**{**tree, "known": Restarts.from_json(tree["known"]), "failed": failed})
-
-
-def make_offer(folder: Path | None, identity: RunIdentity, *, rank: int, machine: int) -> Offer:
-    """Return the offer of this machine: what it knows of its run.
+def read_attempts(folder: Path | None, identity: RunIdentity) -> Restarts:
+    """Return the failed attempts of a run, as far as the files of this machine show them.
 
     Args:
-        folder: that of the files of this attempt; ``None`` if there are none.
+        folder: that of the files of the present attempt; ``None`` if there are none.
     """
-    new = Offer(known=Restarts(run_id=identity.id, max_restarts=identity.max_restarts))
-    memory: Offer | None = None
-    if folder is not None:
-        with suppress(*_DAMAGED):
-            memory = Offer.from_text((folder.parent / _MEMORY).read_text())
-    before = memory or new
-    known = before.known
-    is_later = memory is not None and identity.attempt > memory.attempt  # a later attempt of the same launcher
-    failed: tuple[FailedAttempt, ...] = ()
-    if known.refusal is not None and (identity.requeued or (identity.given and not is_later)):
-        # A user may have removed the cause and started the run again, so the attempt that was refused is forgotten.
-        last = replace(known.failures[-1], same_as="")
-        known = replace(known, failures=(*known.failures[:-1], last), refusal=None)
-    elif folder is not None:
-        failed = tuple(_failed_attempts(folder, known, machine))
-    return replace(before, known=known, rank=rank, attempt=identity.attempt, failed=failed)
-
-
-def merge_offers(offers: Sequence[Offer]) -> Offer:
-    """Return what all machines agree on: the run with the attempt before, and why there must be none after it.
-
-    The id and the history are those of the machine that was in the most attempts; with equal numbers, of rank 0.
-    """
-    best = max(sorted(offers, key=lambda offer: offer.rank), key=lambda offer: offer.num_agreed)
-    known = best.known
-    informed = [reversed(offer.failed) for offer in offers if offer.num_agreed == best.num_agreed]
-    for row in list(zip_longest(*informed))[::-1]:
-        # The launcher has started this attempt, so there was a restart left.
-        attempts = [each for each in row if each is not None]
-        after = decide_restart(attempts, replace(known, max_restarts=known.count + 1))
-        known = replace(after, refusal=known.refusal or after.refusal)
-    # Ranks that are killed during their first imports leave no files.
-    while known.count < max(offer.attempt for offer in offers):
-        known = known.after(_UNKNOWN)
-    known = replace(known, max_restarts=max(offer.known.max_restarts for offer in offers))
-    return replace(best, known=known, num_agreed=best.num_agreed + 1, failed=())
-
-
-def remember_run(folder: Path, agreed: Offer, attempt: int) -> None:
-    """Keep what the machines have agreed on for the next attempt, and remove the files of the attempts before."""
-    write_if_possible(folder.parent / _MEMORY, replace(agreed, attempt=attempt).to_text())
+    known = Restarts(run_id=identity.id, max_restarts=identity.max_restarts)
     for earlier in _earlier(folder):
-        with suppress(OSError):
-            for path in earlier.iterdir():
-                remove_file(path)
-            earlier.rmdir()
+        with suppress(*_DAMAGED):
+            known = Restarts.from_json(json.loads(RankFiles(earlier / "rank").restarts.read_text()))
+        known = known.after(_failed_attempt(earlier))
+    return known
 
 
-def _earlier(folder: Path) -> list[Path]:
-    """Return the folders of the other attempts on this machine, oldest first."""
-    with suppress(OSError):
-        found = [path for path in folder.parent.iterdir() if path.is_dir() and path != folder]
-        return sorted(found, key=_began)
-    return []
+def agree_on_attempts(of_machines: Sequence[Restarts], attempt: int) -> Restarts:
+    """Return the run of all machines: that of the machine which was in the most attempts.
+
+    Args:
+        of_machines: what each machine knows.
+        attempt: number of the present attempt according to the launcher.
+    """
+    known = max(of_machines, key=lambda each: each.count)
+    while known.count < attempt:  # ranks that are killed during their first imports leave no files
+        known = known.after(FailedAttempt(failure="an attempt of which no record is left"))
+    return replace(known, max_restarts=max(each.max_restarts for each in of_machines))
+
+
+def keep_attempts(folder: Path, restarts: Restarts) -> None:
+    """Keep the failed attempts for the next one, and remove their files."""
+    write_if_possible(RankFiles(folder / "rank").restarts, json.dumps(asdict(restarts)))
+    for earlier in _earlier(folder):
+        shutil.rmtree(earlier, ignore_errors=True)
 
 
 def forget_run(files: RankFiles) -> None:
-    """Remove what this machine remembers of a run that has ended without a failure, and its folders if they are empty.
+    """Remove the folders of a run that has ended without a failure, if they are empty.
 
     Args:
         files: those of one of its ranks. They have been removed.
@@ -255,22 +190,29 @@ def forget_run(files: RankFiles) -> None:
     folder = files.stem.parent
     with suppress(OSError):
         remove_files(files.stem, of_all=True)
-        (folder.parent / _MEMORY).unlink(missing_ok=True)
         for each in (folder, *folder.parents[:2]):
             each.rmdir()
 
 
-def _began(folder: Path) -> float:
-    """Return when an attempt has begun, in seconds since the epoch: then its ranks have registered."""
-    registered = [path.stat().st_mtime for path in folder.glob("rank_*.pid")]
-    return min(registered, default=folder.stat().st_mtime)
+def _earlier(folder: Path | None) -> list[Path]:
+    """Return the folders of the other attempts on this machine, oldest first."""
+    with suppress(OSError):
+        if folder is not None:
+            found = [path for path in folder.parent.iterdir() if path.is_dir() and path != folder]
+            return sorted(found, key=lambda path: path.stat().st_mtime)
+    return []
 
 
-def _failed_attempts(folder: Path, known: Restarts, machine: int) -> Iterator[FailedAttempt]:
-    """Yield each failed attempt that has left files on this machine."""
-    for path, after in pairwise([*_earlier(folder), folder]):
+def _failed_attempt(folder: Path) -> FailedAttempt:
+    exits = []
+    for path in folder.glob("rank_*.pid"):
         with suppress(*_DAMAGED):
-            exits = earlier_exits(path)
-            if not all(each.ended and each.failure is None for each in exits):
-                result = AttemptResult(exits=tuple(exits), hang=FoundHang.read(RankFiles(path / "rank").hang))
-                yield assess_attempt(result, known, machine=machine, seconds=_began(after) - _began(path))
+            files = RankFiles(path.with_suffix(""))
+            exits.append(read_exit(int(path.stem.partition("_")[2]), files, code=0, time=path.stat().st_mtime))
+    first, (began, steps) = first_failure(exits), count_steps(exits)
+    killed = next((each for each in exits if each.failure is None and not each.ended), None)
+    text = f"rank {first.rank}: {summarize_exit(first)}" if first is not None else "no rank has recorded an error"
+    if killed is not None and (first is None or first.has_lost_connection):
+        text = f"rank {killed.rank}: ended without an error record"
+    seconds = max((each.time for each in exits), default=0.0) - min((each.time for each in exits), default=0.0)
+    return FailedAttempt(failure=text, began=began, steps=steps, seconds=seconds)

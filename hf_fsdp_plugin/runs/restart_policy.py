@@ -4,8 +4,6 @@ A restart helps if the cause was outside of the program: a killed rank, a lost m
 of the program comes again, after minutes of loading. Therefore a run is not restarted
 
 - after a signal to a launcher, or without the launcher that hosts the rendezvous of the machines;
-- if no attempt has made an optimizer step and the failure is a problem of the config, a wrong usage of the script, or
-  an exception of the kinds in ``PROGRAM_ERRORS``;
 - if two attempts in succession have failed with the same exception, exit code or crash at the same place after the
   same optimizer step of the run. A rank that was killed from outside, and a lost connection, never count as the same
   failure.
@@ -13,16 +11,15 @@ of the program comes again, after minutes of loading. Therefore a run is not res
 
 from __future__ import annotations
 
-import builtins
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from hf_fsdp_plugin.hangs.process_end import CRASHES, stack_of
 from hf_fsdp_plugin.hangs.python_stacks import is_library
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.runs.failures import AttemptResult, RankExit, signal_name, spec_failure, summarize_exit
+from hf_fsdp_plugin.runs.failures import AttemptResult, RankExit, signal_name, summarize_exit
 from hf_fsdp_plugin.text import plural
 
 
@@ -30,7 +27,7 @@ from hf_fsdp_plugin.text import plural
 class FailedAttempt:
     """One attempt of a run that failed.
 
-    Each machine has its own view of it. That of the machine that has failed first goes into the history of the run.
+    With several machines, it is what the machine knows that has failed first.
 
     Attributes:
         failure: one line, such as ``rank 1: killed by SIGKILL``.
@@ -39,10 +36,7 @@ class FailedAttempt:
         steps: optimizer steps of the run when it failed; ``None`` if it trained nothing.
         seconds: duration of the attempt.
         same_as: what identifies the same failure in another attempt: type and place; empty for one from outside.
-        counts: whether it counts as a restart: not if the attempt was ended because a machine joined the run.
         final: why the run must not be started again; empty if it may be.
-        is_cause: whether it failed by itself, and not because another machine has failed.
-        time: time of the failure, in seconds since the epoch; 0 if it is unknown.
     """
 
     failure: str = ""
@@ -51,10 +45,7 @@ class FailedAttempt:
     steps: int | None = None
     seconds: float = 0.0
     same_as: str = ""
-    counts: bool = True
     final: str = ""
-    is_cause: bool = True
-    time: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,15 +54,12 @@ class Restarts:
 
     Attributes:
         run_id: identifies the run in the manifests of its checkpoints; empty if nothing does (``runs.identity``).
-        max_restarts: the launcher's limit of restarts; 0 if it is unknown. Machines that join start the ranks again,
-            too, but torch does not count that.
-        refusal: why the ranks are not started again; ``None`` if they are.
+        max_restarts: the launcher's limit of restarts; 0 if it is unknown.
     """
 
     run_id: str = ""
     max_restarts: int = 0
     failures: tuple[FailedAttempt, ...] = ()
-    refusal: Problem | None = None
 
     @property
     def count(self) -> int:
@@ -79,17 +67,12 @@ class Restarts:
         return len(self.failures)
 
     @property
-    def num_failures(self) -> int:
-        """Number of attempts that have failed; each allows one restart less."""
-        return sum(attempt.counts for attempt in self.failures)
-
-    @property
     def title(self) -> str:
         """Name of the present attempt, such as ``restart 1 of 3``."""
-        return f"restart {self.num_failures}{self._limit(' of')}"
+        return f"restart {self.count}{self._limit(' of')}"
 
     def _limit(self, of: str) -> str:
-        return f"{of} {self.max_restarts}" if self.num_failures <= self.max_restarts else ""
+        return f"{of} {self.max_restarts}" if self.count <= self.max_restarts else ""
 
     @property
     def last_failure(self) -> str:
@@ -122,49 +105,40 @@ class Restarts:
         for attempt, steps in zip(self.failures, lost, strict=True):
             row = {"failure": attempt.failure, "machine": attempt.machine, "steps": attempt.steps}
             rows.append({**row, "lost_steps": steps, "seconds": round(attempt.seconds, 1)})
-        return {"count": self.num_failures, "max": self.max_restarts, "lost_steps": sum(lost), "failures": rows}
+        return {"count": self.count, "max": self.max_restarts, "lost_steps": sum(lost), "failures": rows}
 
     def summary(self, began: int | None) -> str:
         """Return one line; empty without restarts."""
         if not self.failures:
             return ""
         lost = plural(sum(self.lost_steps(began)), "optimizer step")
-        return f"{plural(self.num_failures, 'restart')}{self._limit(' of at most')}, {lost} trained again"
+        return f"{plural(self.count, 'restart')}{self._limit(' of at most')}, {lost} trained again"
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> Restarts:
         """Return the restarts from the value of ``dataclasses.asdict``."""
-        failures = tuple(FailedAttempt(**attempt) for attempt in tree["failures"])
-        refusal = Problem(**tree["refusal"]) if tree["refusal"] is not None else None
-        return cls(**{**tree, "failures": failures, "refusal": refusal})
+        return cls(**{**tree, "failures": tuple(FailedAttempt(**attempt) for attempt in tree["failures"])})
 
 
-def decide_restart(attempts: Sequence[FailedAttempt], restarts: Restarts) -> Restarts:
-    """Return the restarts with a failed attempt, and with a refusal if the ranks must not be started again.
+def refuse_restart(attempt: FailedAttempt, restarts: Restarts) -> Problem | None:
+    """Return why the ranks must not be started again after a failed attempt; ``None`` if they may be.
 
     Args:
-        attempts: the attempt as the machines know it.
+        attempt: the attempt, on which the machines have agreed.
         restarts: without this attempt.
     """
-    attempt = min(attempts, key=lambda each: (not each.is_cause, each.time))
-    # Machines that were lost do not know their steps.
-    furthest = max(attempts, key=lambda each: -1 if each.steps is None else each.steps)
-    attempt = replace(attempt, began=furthest.began, steps=furthest.steps)
-    after = replace(restarts.after(attempt), refusal=None)
     last = restarts.failures[-1] if restarts.failures else None
-    if final := next((each.final for each in attempts if each.final), ""):
-        refusal = _not_again(final)
-    elif last is not None and attempt.same_as and (last.same_as, last.steps) == (attempt.same_as, attempt.steps):
+    if attempt.final:
+        return _not_again(attempt.final)
+    if last is not None and attempt.same_as and (last.same_as, last.steps) == (attempt.same_as, attempt.steps):
         where = f"after step {attempt.steps}" if attempt.steps is not None else "before the first optimizer step"
-        refusal = _not_again(f"two attempts have failed in the same way {where}.")
-    elif restarts.num_failures >= restarts.max_restarts:
-        times = plural(after.num_failures, "time")
-        message = f"the run has failed {times}: no restart is left of {restarts.max_restarts}."
-        fix = "Read the failures above. Start the run again with resume_from_checkpoint=True."
-        refusal = Problem(code="FSDP-E716", message=message, fix=fix)
-    else:
-        return after
-    return replace(after, refusal=refusal)
+        return _not_again(f"two attempts have failed in the same way {where}.")
+    if restarts.count < restarts.max_restarts:
+        return None
+    times = plural(restarts.count + 1, "time")
+    message = f"the run has failed {times}: no restart is left of {restarts.max_restarts}."
+    fix = "Read the failures above. Start the run again with resume_from_checkpoint=True."
+    return Problem(code="FSDP-E716", message=message, fix=fix)
 
 
 def _not_again(reason: str) -> Problem:
@@ -172,16 +146,12 @@ def _not_again(reason: str) -> Problem:
     return Problem(code="FSDP-E714", message=f"the run is not restarted: {reason}", fix=fix)
 
 
-PROGRAM_ERRORS: Final = (ImportError, SyntaxError, NameError, AttributeError, TypeError)
-"""Exceptions that a program raises whenever it is started."""
-_USAGE: Final = 2
-"""Exit code of argparse."""
 _MAX_TEXT: Final = 200
 
 
-def assess_attempt(result: AttemptResult, restarts: Restarts, *, machine: int, seconds: float) -> FailedAttempt:
+def assess_attempt(result: AttemptResult, *, machine: int, seconds: float) -> FailedAttempt:
     """Return the attempt as this machine knows it. It must have failed, here or on another machine."""
-    began, steps = _progress(result.exits)
+    began, steps = count_steps(result.exits)
     attempt = FailedAttempt(machine=machine, began=began, steps=steps, seconds=seconds)
     if result.hang is not None and not result.signal_number:
         # The same code in the same unit after the same step comes from the program.
@@ -194,29 +164,12 @@ def assess_attempt(result: AttemptResult, restarts: Restarts, *, machine: int, s
     final = ""
     if result.signal_number:
         final = f"the launcher of machine {machine} received {signal.Signals(result.signal_number).name}."
-    elif first is not None and is_cause and not steps and not any(each.steps for each in restarts.failures):
-        final = _comes_again(first)
     return replace(
         attempt,
         failure=text[:_MAX_TEXT],
         same_as=_identity(first) if first is not None and is_cause else "",
         final=final,
-        is_cause=is_cause,
-        time=first.time if first is not None else float("inf"),
     )
-
-
-def _comes_again(first: RankExit) -> str:
-    """Return why a failure before the first optimizer step would come again; empty if a restart may help."""
-    failure = first.failure
-    if failure is None or failure["kind"] == "exit":
-        return "the script's usage is wrong (exit code 2)." if first.code == _USAGE else ""
-    if failure["kind"] == "spec":
-        return "" if first.has_waited else f"{spec_failure(failure).rstrip('.')}."
-    kind = getattr(builtins, failure["type"], None)
-    if isinstance(kind, type) and issubclass(kind, PROGRAM_ERRORS):
-        return f"it has failed with {failure['type']} before the first optimizer step."
-    return ""
 
 
 def _identity(first: RankExit) -> str:
@@ -229,7 +182,7 @@ def _identity(first: RankExit) -> str:
     return f"exit code {first.code}"
 
 
-def _progress(exits: Iterable[RankExit]) -> tuple[int | None, int | None]:
+def count_steps(exits: Iterable[RankExit]) -> tuple[int | None, int | None]:
     """Return the optimizer steps of the run before this attempt and at its end; ``None`` if it trained nothing."""
     counts = [rank.counts for rank in exits if rank.counts is not None]
     furthest = max(counts, key=lambda each: each.total, default=None)

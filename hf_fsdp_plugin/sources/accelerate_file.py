@@ -55,7 +55,9 @@ def _own_tree(config: ConfigFile | Mapping[str, Any], source: str, *, allows_dee
     """Return the content of a file or dict of Accelerate. Raises ``ConfigFileError`` for one of another program."""
     name = config.shown if isinstance(config, ConfigFile) else ""
     if isinstance(config, ConfigFile) and config.is_script:
-        raise _other_program("a script", source, name)
+        fix = "Give the config file of the training. In a shell script, write hf-fsdp launch for accelerate launch; it "
+        fix += "has the same flags. Write settings of Python code as flags, or in a config file."
+        raise ConfigFileError("FSDP-E060", "settings are not read from scripts.", fix, source=source)
     return _checked(config_tree(config), source, name, allows_deepspeed=allows_deepspeed)
 
 
@@ -111,7 +113,7 @@ def _parse_fsdp_config(config: FsdpConfig | ConfigFile, source: str) -> tuple[No
         text = str(config).strip()
         if text.startswith("{"):
             source = f"{source} fsdp_config"
-            return _checked(parse_text(text, source=source, is_json=True), source), source
+            return _checked(parse_text(text, source=source), source), source
         config = ConfigFile.at(config)
     if isinstance(config, Mapping | ConfigFile):
         source = config.shown if isinstance(config, ConfigFile) else source

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -35,14 +35,12 @@ class GivenFlag(NamedTuple):
         name: the name with underscores, without leading dashes: ``fsdp_offload_params``.
         value: ``None`` if the flag has none, which is not the same as ``--flag=``.
         num_words: the number of words of the command line that form the flag.
-        line: the line of a script.
     """
 
     written: str
     name: str
     value: str | None
     num_words: int
-    line: int | None = None
 
     @property
     def text(self) -> str:
@@ -55,16 +53,12 @@ class GivenFlag(NamedTuple):
         return self.written if self.value is None else f"{self.written}={self.value}"
 
 
-def parse_words(argv: Sequence[str], switches: Collection[str] = SWITCHES) -> Iterator[tuple[int, GivenFlag | None]]:
-    """Yield each flag of a command line with its position, and ``None`` for each other word.
-
-    Args:
-        switches: names of the flags that take no value.
-    """
+def parse_words(argv: Sequence[str]) -> Iterator[tuple[int, GivenFlag | None]]:
+    """Yield each flag of a command line with its position, and ``None`` for each other word."""
     position = 0
     while position < len(argv):
         is_flag = argv[position].startswith("-") and argv[position] not in ("-", "--")
-        flag = parse_flag(argv, position, switches) if is_flag else None
+        flag = parse_flag(argv, position) if is_flag else None
         yield position, flag
         position += 1 if flag is None else flag.num_words
 
@@ -120,7 +114,7 @@ def machine_range(text: str) -> tuple[str, str] | None:
     return (low, high) if is_range else None
 
 
-def parse_flag(argv: Sequence[str], position: int, switches: Collection[str]) -> GivenFlag:
+def parse_flag(argv: Sequence[str], position: int) -> GivenFlag:
     """Return the flag at a position of a command line, with the next word if it takes a value."""
     word = argv[position]
     written, equals, value = word.partition("=")
@@ -129,7 +123,7 @@ def parse_flag(argv: Sequence[str], position: int, switches: Collection[str]) ->
     takes_next = not (
         equals
         or following is None
-        or name in switches
+        or name in SWITCHES
         or following.startswith("--")
         or (name in OPTIONAL_VALUE and following.startswith("-"))
     )
@@ -162,7 +156,7 @@ def flag_entry(flag: GivenFlag) -> ConfigEntry:
     """Return the entry of a flag. A flag whose value is optional is true without one."""
     default = "true" if flag.name in SWITCHES | OPTIONAL_VALUE else ""
     given = flag.value is not None
-    return replace(entry_of(flag.written, flag.value if given else default, is_switch=not given), line=flag.line)
+    return entry_of(flag.written, flag.value if given else default, is_switch=not given)
 
 
 def remedy_of_switch(written: str) -> str:

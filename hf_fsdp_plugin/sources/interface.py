@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -103,7 +103,6 @@ class SourceSettings:
 
     Attributes:
         source: name for messages; the path of a file as the user wrote it.
-        not_set: settings whose key has the value null, which means that they are not set.
         family: selects the defaults; ``None`` if the source does not mention FSDP.
         level: level of precedence; set by ``spec.load.read_settings``.
         inactive_problems: the problems of inactive settings.
@@ -112,7 +111,6 @@ class SourceSettings:
 
     source: str = ""
     settings: list[Setting] = field(default_factory=list)
-    not_set: list[Setting] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     family: SourceFamily | None = None
     level: str = ""
@@ -121,7 +119,7 @@ class SourceSettings:
 
     def joined(self, other: SourceSettings) -> SourceSettings:
         """Return the settings and problems of both, as those of one source."""
-        lists: Any = {name: [*getattr(self, name), *getattr(other, name)] for name in (*_SETTINGS, *_PROBLEMS)}
+        lists: Any = {name: [*getattr(self, name), *getattr(other, name)] for name in ("settings", *_PROBLEMS)}
         enables_fsdp = self.enables_fsdp or other.enables_fsdp
         return replace(self, family=self.family or other.family, enables_fsdp=enables_fsdp, **lists)
 
@@ -132,15 +130,12 @@ class SourceSettings:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> SourceSettings:
         """Return what :meth:`to_json` has converted."""
-        fields = dict(content)
-        for name in _SETTINGS:
-            fields[name] = [_setting_from_json(each) for each in content[name]]
+        fields = {**content, "settings": [_setting_from_json(each) for each in content["settings"]]}
         for name in _PROBLEMS:
             fields[name] = [Problem(**{**each, "origin": _origin_from_json(each["origin"])}) for each in content[name]]
         return cls(**fields)
 
 
-_SETTINGS: Final = ("settings", "not_set")
 _PROBLEMS: Final = ("problems", "inactive_problems")
 
 
@@ -171,56 +166,6 @@ def enables_fsdp(name: str, value: Any, origin: Origin) -> bool:
     if section == "mesh" and key not in ("shard", "replicate"):
         return False
     return section not in ("launch", "precision", "activation") and origin.source != ENVIRONMENT
-
-
-def check_arguments(sources: Sources) -> tuple[Problem, ...]:
-    """Return an error for each source that has the wrong type, or that is nested too deeply or contains itself."""
-    problems = []
-    for name, is_valid, expected in _EXPECTED:
-        value, origin = getattr(sources, name), Origin(source=name)
-        if value is None and name not in ("command_line", "overrides"):
-            continue
-        if not is_valid(value):
-            is_container = isinstance(value, Mapping | Set | list | tuple)
-            text = "" if is_container else from_python(value).text or repr(value)
-            message = f"{name} is {text or f'a {type(value).__name__} of other values'}; expected {expected}."
-            problems.append(Problem(code="FSDP-E055", message=message, fix=f"Pass {expected}.", origin=origin))
-            continue
-        try:
-            if isinstance(value, Mapping):
-                from_python(value)
-        except ValueError:
-            message, fix = f"{name} contains itself or is nested too deeply.", "Pass a dict of plain values."
-            problems.append(Problem(code="FSDP-E055", message=message, fix=fix, origin=origin))
-    return tuple(problems)
-
-
-def _are_texts(values: Any) -> bool:
-    return all(isinstance(value, str) for value in values)
-
-
-def _has_names(value: Any) -> bool:
-    return isinstance(value, Mapping) and _are_texts(value)
-
-
-def _is_list_of_texts(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes) and _are_texts(value)
-
-
-_EXPECTED: Final[tuple[tuple[str, Callable[[Any], bool], str], ...]] = (
-    ("config", lambda value: isinstance(value, ConfigFile | Mapping), "a path or a dict"),
-    ("distributed_config", lambda value: isinstance(value, ConfigFile | Mapping) or hasattr(value, "to_dict"),
-        "a DistributedConfig, a dict or a path"),
-    ("parallelism_config", lambda value: isinstance(value, Mapping) or hasattr(value, "dp_shard_size"),
-        "a ParallelismConfig or a dict"),
-    ("training_arguments", _has_names, "a dict whose keys are names"),
-    ("plugin_object", _has_names, "a dict whose keys are names"),
-    ("environ", lambda value: _has_names(value) and _are_texts(value.values()), "a dict of text"),
-    ("command_line", _is_list_of_texts, "a list of words, such as ['--fsdp', 'full_shard']"),
-    ("overrides", lambda value: isinstance(value, str) or _is_list_of_texts(value) or _has_names(value),
-        "a dict whose keys are names, or a list of NAME=VALUE"),
-)  # fmt: skip
-"""Source -> whether a value of it is valid, and what is expected."""
 
 
 AUTO_WRAP = "wrap.auto"
@@ -265,14 +210,12 @@ class Collector(SourceSettings):
         """
         if active:
             self.settings += other.settings
-            self.not_set += other.not_set
             self.problems += other.problems
             self.inactive_problems += other.inactive_problems
             self.mentions_fsdp |= other.mentions_fsdp
             return
         given = (s for s in other.settings if s.name not in _ALWAYS_WRITTEN or s.value not in _WRITTEN_VALUES)
         self.settings += (replace(setting, inactive=True) for setting in given)
-        self.not_set += (replace(setting, inactive=True) for setting in other.not_set)
         self.inactive_problems += other.problems
 
     def add_mapping(
@@ -321,12 +264,11 @@ class Collector(SourceSettings):
             self.report("FSDP-W026", entry, f"'{entry.key}' {row.ignored}", "Remove it.")
 
     def _has_value(self, row: SettingRow, entry: ConfigEntry) -> bool:
-        """Whether an entry has a value. Record null, and report any other value without content."""
+        """Whether an entry has a value, which null is not. Report any other value without content."""
         raw = entry.value.value
         word = vocabulary.word_of(raw) if isinstance(raw, str) else None
         is_choice = word is not None and vocabulary.look_up(row.choices, word) is not None
         if (raw is None or word is not None) and word in self.nulls and not is_choice:
-            self.not_set.append(Setting(name=row.name, value=None, origin=self._origin(entry)))
             return False
         is_null = word in vocabulary.NULL_WORDS and not is_choice
         if not is_null and (not entry.value.is_empty or (row.kind in ("mapping", "any") and word is None)):

@@ -29,8 +29,6 @@ DISTRIBUTED_CONFIG = "DistributedConfig"
 ARGUMENTS = "TrainingArguments"
 KEYS = ("bf16", "fp16", "fp8", "gradient_checkpointing", "activation_checkpointing", "use_cpu", "no_cuda")
 """Arguments that are settings whether or not FSDP is enabled."""
-OLD_KEYS = ("fsdp_min_num_params", "fsdp_transformer_layer_cls_to_wrap")
-"""Arguments of Transformers 4 that Transformers 5 removed."""
 
 FsdpOptions = bool | str | Enum | Sequence[str | Enum] | None
 """Options as text or list, or a bool."""
@@ -67,9 +65,8 @@ def read_arguments(sources: Sources) -> SourceSettings | None:
     for key in KEYS:
         if key in given:
             out.add_key("training", key, given[key])
-    old = {key: given[key] for key in OLD_KEYS if key in given}
     fsdp = entry_of("fsdp", arguments["fsdp"]) if arguments.get("fsdp") is not None else None
-    add_fsdp_arguments(out, fsdp, arguments.get("fsdp_config"), old)
+    add_fsdp_arguments(out, fsdp, arguments.get("fsdp_config"))
     return out.result("training_arguments")
 
 
@@ -77,21 +74,17 @@ def add_fsdp_arguments(
     out: Collector,
     fsdp: ConfigEntry | None,
     fsdp_config: FsdpConfig,
-    old_arguments: Mapping[str, Any] = MappingProxyType({}),
     *,
     config_key: str = "fsdp_config",
 ) -> None:
     """Add the arguments ``fsdp`` and ``fsdp_config``. As in Transformers, only ``fsdp`` enables FSDP.
 
     Args:
-        old_arguments: the arguments in ``OLD_KEYS``, which are part of ``fsdp_config`` today.
         config_key: the key or flag of ``fsdp_config`` as written.
     """
     if fsdp is not None:
         out.add_options(fsdp)
     inner = Collector(out.source)
-    for key, value in old_arguments.items():
-        inner.add_key("fsdp", key, value)
     if isinstance(fsdp_config, str) and not fsdp_config.strip():
         if out.mentions_fsdp:
             message = f"{config_key} is {fsdp_config!r}, which is not a value."

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import operator
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -21,9 +19,8 @@ from hf_fsdp_plugin.vocabulary import BLANKS
 MAX_TEXT = 80
 MAX_NODES = 20_000
 MAX_DEPTH = 20
-MAX_BITS = 2048
 MAX_BYTES = 1 << 20
-"""Limits: characters of a value in messages, nodes of a config, levels of nesting, bits of an integer, and bytes."""
+"""Limits: characters of a value in messages, nodes of a file, levels of nesting, and bytes of a file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,24 +93,24 @@ def one_line(text: str) -> str:
     return line if len(line) <= MAX_TEXT else line[: MAX_TEXT - 1] + "…"
 
 
-def from_python(value: Any, *, depth: int = 0, numbers: Iterator[int] | None = None) -> Node:
+def from_python(value: Any, *, depth: int = 0) -> Node:
     """Return the tree of a Python object. Enums and classes become text, as in a file.
 
     Args:
-        depth, numbers: level of nesting, and a counter of the nodes, in calls of this function by itself.
+        depth: level of nesting, in calls of this function by itself.
 
     Raises:
-        ValueError: the object contains itself, or it has too many levels or nodes.
+        SpecError: the object contains itself, or it has too many levels.
     """
-    numbers = itertools.count() if numbers is None else numbers
-    if depth > MAX_DEPTH or next(numbers) > MAX_NODES:
-        raise ValueError("the object contains itself or is nested too deeply")
+    if depth > MAX_DEPTH:
+        message, fix = "a value contains itself or is nested too deeply.", "Pass a dict of plain values."
+        raise SpecError([Problem(code="FSDP-E055", message=message, fix=fix)])
     if isinstance(value, Mapping):
-        nodes = [(_text(key), from_python(item, depth=depth + 1, numbers=numbers)) for key, item in value.items()]
+        nodes = [(_text(key), from_python(item, depth=depth + 1)) for key, item in value.items()]
         return _mapping_node([ConfigEntry(key=key, line=None, value=node) for key, node in nodes])
     if isinstance(value, (list, tuple, Set)):
         items = sorted(value, key=_text) if isinstance(value, Set) else value
-        return _list_node([from_python(item, depth=depth + 1, numbers=numbers) for item in items])
+        return _list_node([from_python(item, depth=depth + 1) for item in items])
     scalar = _scalar(value)
     return Node(value=scalar, text=one_line(_text(scalar)))
 
@@ -131,8 +128,6 @@ def _list_node(items: Sequence[Node], line: int | None = None) -> Node:
 def _scalar(value: Any) -> Any:
     if isinstance(value, Enum):  # the values of torch's enums are numbers
         return str(value.value) if isinstance(value.value, str) else value.name
-    if isinstance(value, int) and value.bit_length() > MAX_BITS:
-        return ObjectText(f"an integer of {value.bit_length():,} bits")  # Python may refuse to convert it to text
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, type):
@@ -151,7 +146,6 @@ def _text(value: Any) -> str:
 
 
 _TOO_DEEP = "the content is nested too deeply or too long for a config.", "Check that the path names a config."
-_EVENTS: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class ConfigFileError(SpecError):
@@ -162,13 +156,24 @@ class ConfigFileError(SpecError):
         super().__init__([self.problem])
 
 
-def parse_text(text: str, *, source: str, is_json: bool = False) -> Node:
+def parse_text(text: str, *, source: str) -> Node:
     """Parse YAML or JSON whose top level is a mapping. Raises ``ConfigFileError``; its message names `source`."""
-    if is_json or text.lstrip().startswith("{"):
-        if is_json:
-            _check_json(text, source)
+    if text.lstrip().startswith("{"):
         text = text.replace("\t", " ")  # JSON may be indented with tabs; YAML may not
-    root = _Composer(text, source).root()
+    try:
+        composed = yaml.compose(text, Loader=yaml.SafeLoader)
+        root = Node(value=None) if composed is None else _FromYaml(source).node(composed)
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        message, fix = "invalid YAML: a control character.", "Remove it."
+        raise ConfigFileError("FSDP-E006", message, fix, source=source, line=line) from None
+    except yaml.YAMLError as error:
+        raise _syntax_error(error, text, source) from None
+    except RecursionError:
+        raise ConfigFileError("FSDP-E004", *_TOO_DEEP, source=source) from None
+    if root.value is None and not root.text:
+        fix = "Write at least distributed_type: FSDP and an fsdp_config."
+        raise ConfigFileError("FSDP-E008", "the file is empty.", fix, source=source)
     if not root.is_mapping:
         found = "a list" if isinstance(root.value, tuple) else "a single value"
         message = f"the top level is {found}; expected 'key: value' lines."
@@ -177,116 +182,68 @@ def parse_text(text: str, *, source: str, is_json: bool = False) -> Node:
     return root
 
 
-def _check_json(text: str, source: str) -> None:
-    if not text.strip():
-        return  # _Composer reports an empty file
-    try:
-        json.loads(text, parse_int=str)  # the parser of the value reports a number of too many digits
-    except json.JSONDecodeError as error:
-        message = f"invalid JSON: {error.msg}."
-        raise ConfigFileError("FSDP-E006", message, "Correct this line.", source=source, line=error.lineno) from None
-    except (RecursionError, ValueError):
-        raise ConfigFileError("FSDP-E004", *_TOO_DEEP, source=source) from None
+def _syntax_error(error: yaml.YAMLError, text: str, source: str) -> ConfigFileError:
+    mark: Any = getattr(error, "problem_mark", None)
+    lines = text.splitlines()
+    # An unclosed bracket is reported after the last line.
+    line = max(1, min(mark.line + 1, len(lines))) if mark is not None else None
+    reason = " ".join(filter(None, (getattr(error, name, None) for name in ("context", "problem"))))
+    if "nesting depth" in reason:  # PyYAML 6.0.4 limits the depth itself
+        return ConfigFileError("FSDP-E004", *_TOO_DEEP, source=source, line=line)
+    message, fix = f"invalid YAML: {reason or 'the text cannot be parsed'}.", "Correct this line."
+    if line is not None and "\t" in "".join(lines[line - 1 : line]):
+        message, fix = "invalid YAML: the line contains a tab.", "Indent with spaces."
+    return ConfigFileError("FSDP-E006", message, fix, source=source, line=line)
 
 
-class _Composer:
-    """Builds a tree from YAML events. Rejects aliases, tags, duplicate keys, and excessive depth or size."""
+class _FromYaml:
+    """Makes a tree of the nodes of PyYAML. Refuses tags, duplicate keys, and excessive depth or size."""
 
-    def __init__(self, text: str, source: str) -> None:
-        self._text = text
-        self._source = source
-        self._num_nodes = 0
-        self._resolver = yaml.SafeLoader("")
+    def __init__(self, source: str) -> None:
+        self._source, self._num_nodes = source, 0
+        self._constructor = yaml.constructor.SafeConstructor()
 
-    def root(self) -> Node:
-        try:
-            events = yaml.parse(self._text, Loader=_EVENTS)
-            root: Node | None = None
-            for event in events:
-                if isinstance(event, yaml.DocumentStartEvent):
-                    if root is not None:
-                        raise self._error("FSDP-E010", "the file has two YAML documents ('---').", "Keep one.", event)
-                    root = self._node(next(events), events, depth=0)
-        except yaml.reader.ReaderError as error:
-            line = self._text.count("\n", 0, error.position) + 1
-            message, fix = "invalid YAML: a control character.", "Remove it."
-            raise ConfigFileError("FSDP-E006", message, fix, source=self._source, line=line) from None
-        except yaml.YAMLError as error:
-            raise self._syntax_error(error) from None
-        if root is None or (root.value is None and not root.text):
-            fix = "Write at least distributed_type: FSDP and an fsdp_config."
-            raise ConfigFileError("FSDP-E008", "the file is empty.", fix, source=self._source)
-        return root
-
-    def _node(self, event: Any, events: Any, depth: int) -> Node:
+    def node(self, node: yaml.Node, depth: int = 0) -> Node:
         self._num_nodes += 1
         if self._num_nodes > MAX_NODES or depth > MAX_DEPTH:
-            raise self._error("FSDP-E004", *_TOO_DEEP, event)
-        if isinstance(event, yaml.AliasEvent):
-            message = f"the YAML alias '*{event.anchor}' is not supported."
-            raise self._error("FSDP-E011", message, "Write the value instead.", event)
-        if event.tag is not None and event.tag not in _PLAIN_TAGS:
-            message = f"the YAML tag '{one_line(event.tag)}' is not supported."
-            raise self._error("FSDP-E011", message, "Write a plain value.", event)
-        line = _line(event)
-        if isinstance(event, yaml.ScalarEvent):
-            return Node(value=self._scalar(event), line=line, text=one_line(event.value))
-        if isinstance(event, yaml.SequenceStartEvent):
-            items = []
-            while not isinstance(item := next(events), yaml.SequenceEndEvent):
-                items.append(self._node(item, events, depth + 1))
-            return _list_node(items, line)
-        return self._mapping(events, line, depth)
-
-    def _mapping(self, events: Any, line: int, depth: int) -> Node:
+            raise self._error("FSDP-E004", *_TOO_DEEP, node)
+        if not node.tag.startswith(_STANDARD_TAG) or "/" in node.tag:
+            message = f"the YAML tag '{one_line(node.tag)}' is not supported."
+            raise self._error("FSDP-E011", message, "Write a plain value.", node)
+        if isinstance(node, yaml.ScalarNode):
+            return Node(value=self._scalar(node), line=_line(node), text=one_line(node.value))
+        if isinstance(node, yaml.SequenceNode):
+            return _list_node([self.node(item, depth + 1) for item in node.value], _line(node))
         entries: dict[str, ConfigEntry] = {}
-        while not isinstance(event := next(events), yaml.MappingEndEvent):
-            if not isinstance(event, yaml.ScalarEvent):
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
                 message = "invalid YAML: a key is a list or a mapping."
-                raise self._error("FSDP-E006", message, "Write 'key: value', and put braces in quotes.", event)
-            key, key_line = event.value, _line(event)
-            if key in entries:
-                message = f"the key '{one_line(key)}' occurs twice, here and in line {entries[key].line}."
-                raise self._error("FSDP-E013", message, "Keep one of them.", event)
-            entries[key] = ConfigEntry(key=key, line=key_line, value=self._node(next(events), events, depth + 1))
-        return _mapping_node(tuple(entries.values()), line)
+                raise self._error("FSDP-E006", message, "Write 'key: value', and put braces in quotes.", key)
+            if key.value in entries:
+                message = f"the key '{one_line(key.value)}' occurs twice, here and in line {entries[key.value].line}."
+                raise self._error("FSDP-E013", message, "Keep one of them.", key)
+            entries[key.value] = ConfigEntry(key=key.value, line=_line(key), value=self.node(value, depth + 1))
+        return _mapping_node(tuple(entries.values()), _line(node))
 
-    def _scalar(self, event: Any) -> Any:
-        tag = event.tag or self._resolver.resolve(yaml.ScalarNode, event.value, event.implicit)
+    def _scalar(self, node: yaml.ScalarNode) -> Any:
         try:
-            value = self._resolver.construct_object(yaml.ScalarNode(tag, event.value), deep=True)
+            value = self._constructor.construct_object(node)
         except (yaml.YAMLError, ValueError, ArithmeticError, LookupError):
-            return event.value  # for example 2024-99-99, which looks like a date
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and not _DECIMAL.fullmatch(event.value):
-            return event.value  # YAML 1.1 reads 010 as 8, 8:12 as 492 and 0x10 as 16
-        return value if value is None or isinstance(value, (bool, int, float, str)) else event.value
+            return node.value  # for example 2024-99-99, which looks like a date
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and not _DECIMAL.fullmatch(node.value):
+            return node.value  # YAML 1.1 reads 010 as 8, 8:12 as 492 and 0x10 as 16
+        return value if value is None or isinstance(value, (bool, int, float, str)) else node.value
 
-    def _error(self, code: str, message: str, fix: str, event: Any) -> ConfigFileError:
-        return ConfigFileError(code, message, fix, source=self._source, line=_line(event))
-
-    def _syntax_error(self, error: yaml.YAMLError) -> ConfigFileError:
-        mark: Any = getattr(error, "problem_mark", None)
-        lines = self._text.splitlines()
-        # An unclosed bracket is reported after the last line.
-        line = max(1, min(mark.line + 1, len(lines))) if mark is not None else None
-        written = lines[line - 1] if line is not None and line <= len(lines) else ""
-        reason = getattr(error, "problem", None) or "the text cannot be parsed"
-        if "nesting depth" in reason:  # PyYAML 6.0.4 limits the depth itself
-            return ConfigFileError("FSDP-E004", *_TOO_DEEP, source=self._source, line=line)
-        message, fix = f"invalid YAML: {reason}.", "Correct this line."
-        if "\t" in written:
-            message, fix = "invalid YAML: the line contains a tab.", "Indent with spaces."
-        return ConfigFileError("FSDP-E006", message, fix, source=self._source, line=line)
+    def _error(self, code: str, message: str, fix: str, node: yaml.Node) -> ConfigFileError:
+        return ConfigFileError(code, message, fix, source=self._source, line=_line(node))
 
 
-def _line(event: Any) -> int:
-    return int(event.start_mark.line) + 1
+def _line(node: yaml.Node) -> int:
+    return int(node.start_mark.line) + 1
 
 
 _DECIMAL = re.compile(r"[-+]?(?:0|[1-9]\d*)(?:\.\d+)?(?:e[-+]?\d+)?|[-+]?\.inf|\.nan", re.ASCII | re.IGNORECASE)
-_PLAIN_TAGS = frozenset(
-    {"!", *(f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "seq", "map", "set"))}
-)
+_STANDARD_TAG = "tag:yaml.org,2002:"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -297,39 +254,28 @@ class ConfigFile:
         path: absolute path.
         shown: path as the user wrote it, for messages.
         data: the content, if it was read already, for example from stdin.
-        start: a line of the command or call in a script that is meant, if it has several of them.
     """
 
     path: Path
     shown: str
     data: bytes | None = None
-    start: int | None = None
 
     @classmethod
     def at(cls, path: str | os.PathLike[str]) -> ConfigFile:
-        """Return the file at `path`, relative to the current working directory. ``train.sh:12`` is a line of a file."""
-        found, start = Path(os.path.expanduser(path)).absolute(), None
-        name, _, line = found.name.rpartition(":")
-        if name and line.isdecimal() and not found.exists():
-            found, start = found.with_name(name), int(line)
-        return cls(path=found, shown=str(path).removesuffix(f":{start}"), start=start)
+        """Return the file at `path`, relative to the current working directory."""
+        return cls(path=Path(os.path.expanduser(path)).absolute(), shown=str(path))
 
     @property
     def is_script(self) -> bool:
         """Whether it is a script of a shell or of Python by its name."""
         return self.path.suffix.lower() in (".sh", ".bash", ".slurm", ".sbatch", ".py")
 
-    @property
-    def address(self) -> str:
-        """The absolute path, with the line: what :meth:`at` reads."""
-        return str(self.path) if self.start is None else f"{self.path}:{self.start}"
-
 
 def config_tree(file: ConfigFile | Mapping[str, Any]) -> Node:
     """Return the content of a file or dict. Raises ``ConfigFileError``."""
     if isinstance(file, Mapping):
         return from_python(file)
-    return parse_text(read_text(file), source=file.shown, is_json=file.path.suffix.lower() == ".json")
+    return parse_text(read_text(file), source=file.shown)
 
 
 def read_text(file: ConfigFile) -> str:
@@ -339,8 +285,6 @@ def read_text(file: ConfigFile) -> str:
     if len(data) > MAX_BYTES:
         message = "the file is larger than 1 MiB, the limit for configs."
         raise ConfigFileError("FSDP-E004", message, "Check that the path names a config.", source=source)
-    if b"\0" in data:
-        raise ConfigFileError("FSDP-E005", "the file is binary.", "Give a YAML or JSON file in UTF-8.", source=source)
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -351,19 +295,15 @@ def read_text(file: ConfigFile) -> str:
 
 def _read_bytes(path: Path, source: str) -> bytes:
     try:
-        if not path.exists():
-            fix = "Check the path. accelerate config writes a config file."
-            raise ConfigFileError("FSDP-E001", "the file does not exist.", fix, source=source)
         if not path.is_file():
-            message = "the path is a directory." if path.is_dir() else "the path is not a regular file."
-            raise ConfigFileError("FSDP-E002", message, "Give a YAML or JSON file.", source=source)
+            message = "the path is not a regular file." if path.exists() else "the file does not exist."
+            fix = "Check the path. accelerate config writes a config file."
+            raise ConfigFileError("FSDP-E001", message, fix, source=source)
         with path.open("rb") as file:
             return file.read(MAX_BYTES + 1)
-    except ConfigFileError:
-        raise
-    except PermissionError:
-        fix = "Change its permissions (chmod u+r)."
-        raise ConfigFileError("FSDP-E003", "permission denied.", fix, source=source) from None
     except (OSError, ValueError) as error:
+        if isinstance(error, SpecError):
+            raise
         message = f"the file cannot be read: {getattr(error, 'strerror', None) or error}."
-        raise ConfigFileError("FSDP-E003", message, "Check the path.", source=one_line(source)) from None
+        fix = "Check the path and its permissions."
+        raise ConfigFileError("FSDP-E003", message, fix, source=one_line(source)) from None

@@ -21,6 +21,7 @@ DtypeName = Literal["fp32", "bf16", "fp16", "auto"]
 BackwardPrefetch = Literal["pre", "post", "none"]
 ContextExchange = Literal["allgather", "alltoall"]
 StateDictKind = Literal["full", "sharded", "local"]
+SaveOnSignal = Literal["none", "usr1", "term", "both"]
 Fp8Backend = Literal["auto", "ao", "te", "msamp"]
 Checkpointing = Literal["none", "full", "selective"]
 
@@ -117,6 +118,7 @@ class CheckpointSection:
     state_dict: StateDictKind = "sharded"
     asynchronous: bool = False
     verify: bool = True
+    save_on_signal: SaveOnSignal = "usr1"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

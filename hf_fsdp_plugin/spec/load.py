@@ -12,7 +12,7 @@ from hf_fsdp_plugin.problems import DEFAULT_ORIGIN, Origin, Problem, SpecError, 
 from hf_fsdp_plugin.sources import accelerate_file, command_line, environment, script_objects
 from hf_fsdp_plugin.sources.accelerate_file import FsdpConfig
 from hf_fsdp_plugin.sources.environment import locate_config
-from hf_fsdp_plugin.sources.interface import Setting, Sources, SourceSettings, check_arguments, config_of
+from hf_fsdp_plugin.sources.interface import Setting, Sources, SourceSettings, config_of
 from hf_fsdp_plugin.sources.script_objects import FsdpOptions
 from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec, defaults_of
@@ -20,8 +20,6 @@ from hf_fsdp_plugin.spec.precedence import PRECEDENCE, active_settings, derive_s
 from hf_fsdp_plugin.spec.rules import check_rules
 from hf_fsdp_plugin.spec.values import parse_settings
 from hf_fsdp_plugin.strategies import STRATEGIES
-from hf_fsdp_plugin.text import format_value
-from hf_fsdp_plugin.vocabulary import canonical_setting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,9 +77,7 @@ def load_spec(
         SpecError: at least one problem is an error; the exception contains all problems.
     """
     given = {"fsdp": fsdp, "fsdp_config": fsdp_config}
-    arguments: Any = {} if training_arguments is None else training_arguments
-    if isinstance(arguments, Mapping):  # otherwise check_arguments reports the type
-        arguments = {**arguments, **{key: value for key, value in given.items() if value is not None}}
+    arguments = {**(training_arguments or {}), **{key: value for key, value in given.items() if value is not None}}
     sources = Sources(
         config=config_of(config),
         training_arguments=arguments,
@@ -109,10 +105,8 @@ def read_settings(sources: Sources) -> list[SourceSettings]:
     """Read every source that is given, with typed values, highest precedence first.
 
     Raises:
-        SpecError: a source has the wrong type.
+        SpecError: a value of a source contains itself.
     """
-    if wrong := check_arguments(sources):
-        raise SpecError(wrong)
     sources = locate_config(sources)
     located = [SourceSettings(problems=list(sources.problems))] if sources.problems else []
     read = ((level, reader(sources)) for level, reader in PRECEDENCE)
@@ -129,7 +123,7 @@ def add_settings(given: Sequence[SourceSettings], **sources: Any) -> list[Source
         sources: fields of :class:`Sources`.
 
     Raises:
-        SpecError: a source has the wrong type.
+        SpecError: a value of a source contains itself.
     """
     result = list(given)
     for new in read_settings(Sources(environ={}, **sources)):
@@ -149,7 +143,7 @@ def combine(given: Sequence[SourceSettings]) -> Assessment:
     family = next((level.family for level in levels if level.family is not None), None)
     spec, derived = derive_spec(effective, defaults_of(family))
     read = [problem for level in levels for problem in level.problems]
-    return _check(spec, read, [*_not_set(levels, spec), *overridden, *_ambiguous_version(levels, spec), *derived])
+    return _check(spec, read, [*overridden, *_ambiguous_version(levels, spec), *derived])
 
 
 _WORDS: Final = (command_line.OVERRIDES, command_line.SOURCE)
@@ -204,19 +198,6 @@ def with_script_settings(
     effective, overridden = merge_levels([SourceSettings(settings=settings), SourceSettings(settings=asked)])
     changed, derived = derive_spec(effective, {name: value for name, (value, _) in now.items()})
     return _check(changed, [*spec.problems, *problems, *overridden, *derived]).checked_spec()
-
-
-def _not_set(levels: Sequence[SourceSettings], spec: FsdpSpec) -> Iterator[Problem]:
-    """Report each key whose value is null, with the value that is used instead."""
-    for setting in (setting for level in levels for setting in level.not_set):
-        name = canonical_setting(setting.name)
-        written = setting.origin.spelling
-        message = f"{written} has no value, which means that it is not set."
-        if name is not None and spec.asked(name):
-            message += f" {spec.origin(name)} is used."
-        elif name is not None:
-            message += f" The default is used: {format_value(spec.get(name), 'none')}."
-        yield setting.problem("FSDP-N051", message)
 
 
 def _ambiguous_version(levels: Sequence[SourceSettings], spec: FsdpSpec) -> Iterator[Problem]:

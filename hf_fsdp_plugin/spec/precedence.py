@@ -64,7 +64,6 @@ def active_settings(given: Sequence[SourceSettings]) -> list[SourceSettings]:
 def _without_inactive(source: SourceSettings) -> SourceSettings:
     """Remove inactive settings, and report those that only FSDP has."""
     settings = [setting for setting in source.settings if not setting.inactive]
-    not_set = [setting for setting in source.not_set if not setting.inactive]
     unused = [setting for setting in source.settings if setting.inactive and _is_only_for_fsdp(setting)]
     origins = [*(setting.origin for setting in unused), *(problem.origin for problem in source.inactive_problems)]
     problems = list(source.problems)
@@ -75,7 +74,7 @@ def _without_inactive(source: SourceSettings) -> SourceSettings:
         message = f"FSDP settings without fsdp do not enable FSDP and are not used: {written}."
         fix = "Set fsdp=True to shard the model, or remove these settings."
         problems.append(Problem(code="FSDP-W033", message=message, fix=fix, origin=origins[0]))
-    return replace(source, settings=settings, not_set=not_set, problems=problems)
+    return replace(source, settings=settings, problems=problems)
 
 
 def _is_only_for_fsdp(setting: Setting) -> bool:

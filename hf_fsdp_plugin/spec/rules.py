@@ -57,15 +57,9 @@ def _check_enabled(spec: FsdpSpec) -> Iterator[Problem]:
     given = [name for name in spec.origins if name.partition(".")[0] in FSDP_SECTIONS]
     # Variables alone do not enable FSDP. Transformers sets some of them in every run.
     asked = [name for name in given if enables_fsdp(name, spec.get(name), spec.origin(name))]
-    if kind == "FSDP" and spec.asked("launch.distributed_type") and not given:
-        message = (
-            f"FSDP is enabled with defaults only: FSDP{spec.fsdp.version}, {spec.sharding.strategy}, "
-            f"wrap policy {spec.wrap.policy}, {spec.checkpoint.state_dict} checkpoints."
-        )
-        yield spec.problem("FSDP-N125", "launch.distributed_type", message)
-    elif kind in ("FSDP", *OTHER_ENGINES, *XLA_TYPES):
+    if kind in ("FSDP", *OTHER_ENGINES, *XLA_TYPES):
         return
-    elif asked:
+    if asked:
         message = f"distributed_type is {kind}, but FSDP settings are given ({spec.origin(asked[0])}, …)."
         fix = "Set distributed_type: FSDP, or remove the fsdp_config."
         yield spec.problem("FSDP-E123", "launch.distributed_type", message, fix)
@@ -84,20 +78,16 @@ def fsdp_is_off(spec: FsdpSpec) -> Problem:
 def _check_xla(spec: FsdpSpec) -> Iterator[Problem]:
     """Leave runs with ``xla: true`` to Transformers if torch_xla is installed, and refuse them otherwise."""
     name = "xla.enabled" if spec.xla.enabled else "xla.v2"
+    message, fix = "the FSDP of PyTorch/XLA (for TPUs) is", "Remove the xla settings to use PyTorch's FSDP"
     if spec.launch.distributed_type in XLA_TYPES:
-        message = "the FSDP of PyTorch/XLA (for TPUs) is not supported by this launcher."
         fix = "Use accelerate launch on a TPU, or set distributed_type: FSDP to use PyTorch's FSDP."
-        yield spec.problem("FSDP-E126", "launch.distributed_type", message, fix)
+        yield spec.problem("FSDP-E126", "launch.distributed_type", f"{message} not supported by this launcher.", fix)
     elif spec.uses_xla and importlib.util.find_spec("torch_xla") is None:
-        message = "this setting selects the FSDP of PyTorch/XLA, which needs torch_xla, and torch_xla is not installed."
-        fix = "Remove the xla settings to use PyTorch's FSDP, or install torch_xla on a TPU machine."
-        yield spec.problem("FSDP-E126", name, message, fix)
+        message = f"{message} selected, and torch_xla is not installed."
+        yield spec.problem("FSDP-E126", name, message, f"{fix}, or install torch_xla on a TPU machine.")
     elif spec.uses_xla:
-        message = (
-            "Transformers runs the FSDP of PyTorch/XLA with its own code. This package shards nothing and writes no "
-            "report or checkpoints of its own."
-        )
-        yield spec.problem("FSDP-W163", name, message, "Remove the xla settings to use PyTorch's FSDP.")
+        message = f"{message} run by Transformers. This package shards nothing and writes no report or checkpoints."
+        yield spec.problem("FSDP-W163", name, message, f"{fix}.")
     elif spec.xla.grad_ckpt or spec.xla.settings:
         name = "xla.grad_ckpt" if spec.xla.grad_ckpt else "xla.settings"
         fix = "Use fsdp_activation_checkpointing, or remove the key."
@@ -124,10 +114,6 @@ def _check_ranks(spec: FsdpSpec) -> Iterator[Problem]:
         message = f"num_machines is {num_machines}, but main_process_ip is not set."
         fix = "Set it to the address of machine 0, in the config or on the command line."
         yield spec.problem("FSDP-W134", "launch.main_process_ip", message, fix)
-    if launch.compute_environment == "AMAZON_SAGEMAKER":
-        message = "compute_environment is AMAZON_SAGEMAKER; the SageMaker launcher is not supported by this plugin."
-        fix = "Inside the job, use hf-fsdp launch with compute_environment: LOCAL_MACHINE."
-        yield spec.problem("FSDP-W135", "launch.compute_environment", message, fix)
 
 
 def check_mesh_size(spec: FsdpSpec) -> Iterator[Problem]:
@@ -241,12 +227,8 @@ def _check_units(spec: FsdpSpec) -> Iterator[Problem]:
         fix = "Set fsdp_auto_wrap_policy: SIZE_BASED_WRAP, or remove min_num_params."
         yield spec.problem("FSDP-W143", "wrap.min_num_params", message, fix)
     for name in (name for name in wrap.classes if not is_class_name(name)):
-        reason, fix = "is not a class name", "Write names such as LlamaDecoderLayer."
-        if any(character.isspace() for character in name):
-            reason, fix = "contains a space", f"Separate names with commas: {', '.join(name.split())}."
-        elif all(map(is_class_name, name.split("."))):
-            reason, fix = "is a path, not a class name", f"Write the class alone: {name.rpartition('.')[2]}."
-        yield spec.problem("FSDP-E144", "wrap.classes", f"'{name[:80]}' {reason}.", fix)
+        fix = "Write names such as LlamaDecoderLayer, without a path, separated by commas."
+        yield spec.problem("FSDP-E144", "wrap.classes", f"'{name[:80]}' is not a class name.", fix)
     yield from check_pattern(spec, "wrap.ignored_modules")
     yield from check_pattern(spec, "precision.fp32_modules")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import keyword
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -27,8 +26,6 @@ _COUNT = re.compile(
     re.ASCII | re.VERBOSE,
 )
 UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
-_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
-"""One part of a host name, by RFC 1123."""
 _DEVICE = re.compile(r"0|[1-9]\d{0,4}|(?:gpu|mig)-[0-9a-z/-]+", re.ASCII)
 """A number, or the UUID of a GPU or of a part of one, as in ``CUDA_VISIBLE_DEVICES``."""
 
@@ -76,7 +73,6 @@ def parse_settings(source: SourceSettings) -> SourceSettings:
     return SourceSettings(
         source=source.source,
         settings=settings,
-        not_set=source.not_set,
         problems=[*source.problems, *problems],
         family=source.family,
         level=source.level,
@@ -183,20 +179,6 @@ def _parse_names(row: SettingRow, raw: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _parse_address(row: SettingRow, raw: Any) -> str:
-    """Parse an IP address, or a host name by RFC 1123."""
-    expected = "an IP address or a host name, such as 10.0.0.1 or node-0.cluster"
-    text = raw.strip(BLANKS) if _is_text(raw) else ""
-    try:
-        return str(ipaddress.ip_address(text))
-    except ValueError:
-        labels = text.lower().split(".")
-    if len(text) > 253 or labels[-1].isdigit() or not all(_LABEL.fullmatch(label) for label in labels):
-        fix = "Set main_process_port for the port." if ":" in text else ""
-        raise InvalidValue(expected, fix)
-    return text
-
-
 def _parse_devices(row: SettingRow, raw: Any) -> str:
     """Parse ``all``, or numbers or UUIDs of GPUs as text with commas or as a list."""
     items = raw if isinstance(raw, list) else str(_word(raw)).split(",")
@@ -212,21 +194,15 @@ def _parse_devices(row: SettingRow, raw: Any) -> str:
     return ",".join(written)
 
 
-def _parse_identifier(row: SettingRow, raw: Any) -> str:
-    if not _is_text(raw) or not is_class_name(raw.strip(BLANKS)):
-        raise InvalidValue("a name of Python, such as main")
-    return raw.strip(BLANKS)
-
-
 def is_class_name(name: str) -> bool:
     """Whether Python can have a class of this name."""
     return name.isidentifier() and not keyword.iskeyword(name)
 
 
-def _parse_pattern(row: SettingRow, raw: Any) -> str:
+def _parse_text(row: SettingRow, raw: Any) -> str:
     text = raw.strip(BLANKS) if _is_text(raw) else None
     if text is None or any(character in text for character in "\n\r\0"):
-        raise InvalidValue("a regular expression in one line, such as .*lora.*")
+        raise InvalidValue("text in one line")
     return text
 
 
@@ -254,6 +230,6 @@ _PARSERS: Mapping[vocabulary.ValueKind, Callable[[SettingRow, Any], Any]] = {
     "bool": _parse_bool, "integer": _parse_integer, "size": _parse_size,
     "count": lambda row, raw: _parse_number(raw, _COUNT, "an integer, such as 100000000, 1e8 or 100M", row.minimum),
     "choice": _parse_choice, "names": _parse_names, "mapping": _parse_mapping, "any": lambda row, raw: raw,
-    "reshard": _parse_reshard, "one": _parse_one, "mode": _parse_choice, "address": _parse_address,
-    "devices": _parse_devices, "identifier": _parse_identifier, "pattern": _parse_pattern,
+    "reshard": _parse_reshard, "one": _parse_one, "mode": _parse_choice,
+    "devices": _parse_devices, "text": _parse_text,
 }  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -100,7 +101,9 @@ def run_job(
     """
     from hf_fsdp_plugin.launcher.rank_environment import RankJob, launch_env, rank_command
     from hf_fsdp_plugin.launcher.rendezvous import Rendezvous  # imports torch
-    from hf_fsdp_plugin.launcher.start_ranks import first_restarts, run_once
+    from hf_fsdp_plugin.launcher.start_ranks import run_once
+    from hf_fsdp_plugin.runs.restart_policy import Restarts
+    from hf_fsdp_plugin.spec.fsdp_spec import LaunchSection
 
     job = RankJob(
         command=rank_command(words),
@@ -109,4 +112,4 @@ def run_job(
         grace=_GRACE,
         should_stop=should_stop,
     )
-    return run_once(job, Rendezvous(first_restarts(0)))
+    return run_once(job, Rendezvous(LaunchSection(), replace(world, num_machines=1), Restarts()))

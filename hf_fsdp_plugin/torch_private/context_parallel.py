@@ -15,20 +15,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_plugin.contracts import contracts_of, guard_functions, import_target
+from hf_fsdp_plugin.contracts import contracts_in, guard_functions, import_target
 from hf_fsdp_plugin.torch_private.modules import local_tensor
 
 _MODULE: Final = "torch.distributed.tensor.experimental._context_parallel._attention"
 _FORWARD: Final = "_scaled_dot_product_flash_attention_for_cpu"
 _BACKWARD: Final = "_scaled_dot_product_flash_attention_for_cpu_backward"
-_USE: Final = "context parallelism on CPU ranks"
-CONTRACTS = (
-    *contracts_of(_MODULE, "refused", _USE, "custom_ops", "_templated_ring_attention",
-                  "_templated_ring_attention_backward", "set_rotate_method"),
-    *contracts_of(_MODULE, "unobservable", "the report of context parallelism", "_cp_options"),
-    *contracts_of("torch._ops:OpOverload", "refused", _USE, "_schema"),
-    *contracts_of("torch:ops.aten", "refused", _USE, f"{_FORWARD}.default", f"{_BACKWARD}.default"),
-)  # fmt: skip
+CONTRACTS = contracts_in(__file__)
 _SEQUENCE_DIM: Final = 2
 """Dimension of the sequence in queries, keys and values: (batch, heads, sequence, head size)."""
 

@@ -1,4 +1,4 @@
-"""Torch's elastic agent for the ranks of one attempt. ``launcher.attempt.Attempt`` decides when it is over.
+"""Torch's elastic agent for the ranks of one attempt. ``launcher.start_ranks.Attempt`` decides when it is over.
 
 The documentation of torch says that a custom agent implements the methods that are replaced here, but torch does not
 promise to keep them.
@@ -9,20 +9,19 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 import hf_fsdp_plugin.time_limits as time_limits
-from hf_fsdp_plugin.contracts import contracts_of, missing_name_error
+from hf_fsdp_plugin.contracts import contracts_in, missing_name_error
 
-_AGENT = "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent"
-_METHODS = ("_start_workers", "_monitor_workers", "_exit_barrier", "_shutdown")
-CONTRACTS = contracts_of(_AGENT, "refused", "`hf-fsdp launch`", *_METHODS)
+CONTRACTS = contracts_in(__file__)
 _STOPPING: Final = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 
 
@@ -102,12 +101,9 @@ class AttemptAgent(LocalElasticAgent):
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if not self._ranks.is_over():
-            return RunResult(state=WorkerState.HEALTHY)
+        while not self._ranks.is_over():  # torch would start the ranks again if another machine waits to join
+            time.sleep(time_limits.WATCH)
         return super()._monitor_workers(worker_group)
-
-    def _exit_barrier(self) -> None:
-        """Do nothing: the attempt has waited for the other machines."""
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
         self._ranks.end(death_sig)

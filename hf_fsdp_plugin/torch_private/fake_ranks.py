@@ -13,22 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_plugin.contracts import Contract, contracts_of, guard_functions, import_target
+from hf_fsdp_plugin.contracts import contracts_in, guard_functions, import_target
 from hf_fsdp_plugin.torch_private.functions import operator_name, resolve_group, tree_leaves
 
 _FAKE: Final = "torch.testing._internal.distributed.fake_pg"
 _C10D: Final = "torch._C._distributed_c10d"
 _FUNCTIONAL: Final = "torch.distributed._functional_collectives"
-_USE: Final = "the prediction for context, tensor and expert axes"
-CONTRACTS = (
-    *contracts_of(_FAKE, "refused", _USE, "FakeStore"),
-    *contracts_of(_C10D, "refused", _USE, "FakeWork"),
-    *contracts_of("torch._subclasses.fake_tensor", "refused", _USE, "FakeTensor"),
-    *contracts_of("torch:ops._c10d_functional", "refused", _USE, "_wrap_tensor_autograd.default"),
-    *contracts_of("torch._ops:OpOverload", "refused", _USE, "_schema"),
-    *contracts_of(_FUNCTIONAL, "refused", _USE, "AsyncCollectiveTensor"),
-    Contract(target="transformers.distributed.utils:TransformersDeviceMesh", without="refused", use=_USE, since="5.19"),
-)  # fmt: skip
+CONTRACTS = contracts_in(__file__)
 FakeTensor = import_target("torch._subclasses.fake_tensor:FakeTensor", CONTRACTS)
 WRAP = import_target("torch:ops._c10d_functional._wrap_tensor_autograd.default", CONTRACTS)
 """The operator after a functional collective, which returns the tensor for autograd."""

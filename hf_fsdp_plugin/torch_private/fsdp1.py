@@ -14,65 +14,18 @@ from torch import nn
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 
-from hf_fsdp_plugin.contracts import Contract, contracts_of, guard_functions, import_target
+from hf_fsdp_plugin.contracts import contracts_in, guard_functions, import_target
 from hf_fsdp_plugin.strategies import BY_TORCH_NAME, Strategy
 from hf_fsdp_plugin.torch_private.functions import in_backward, num_changes, runs_in_backward
-from hf_fsdp_plugin.torch_private.live_unit import Facts, LiveUnit, attribute_or, read_facts
+from hf_fsdp_plugin.torch_private.live_unit import Facts, Held, LiveUnit, attribute_or
 from hf_fsdp_plugin.torch_private.modules import Inputs
 from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
 
 _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
-_UNIT = f"{_FSDP1}:FullyShardedDataParallel"
 _COMMON = "torch.distributed.fsdp._common_utils"
 _RUNTIME = "torch.distributed.fsdp._runtime_utils"
 _FLAT = "torch.distributed.fsdp._flat_param"
-_SAVE = "saving, resuming and clipping under FSDP1"
-_READ = "the table of the units"
-_CALLS = "a call of a module inside of a sharded model"
-_EVALUATION = "saving after an evaluation under FSDP1"
-_LOGGED = "training under FSDP1 after a forward without its backward"
-_FAILED = "training on after a forward or a backward that has failed"
-_ON_READ = "sharding a model while it is read"
-_UNUSED = "parameters that a step does not use"
-CONTRACTS = (
-    *contracts_of(_UNIT, "refused", _SAVE, "_handle", "sharding_strategy", "process_group", "compute_device"),
-    Contract(target="torch.distributed.fsdp._init_utils:_inter_node_pg", without="refused", use=_SAVE,
-             behavior="A hybrid unit has the group of its replicas as this attribute."),
-    *contracts_of(_FSDP1, "refused", _SAVE, "FLAT_PARAM"),
-    *contracts_of(f"{_FLAT}:FlatParamHandle", "refused", _SAVE, "flat_param", "uses_sharded_strategy"),
-    *contracts_of(f"{_FLAT}:FlatParameter", "refused", _SAVE, "_params", "_fqns", "_param_infos", "_shapes",
-                  "_shard_param_infos", "_shared_param_infos", "_shared_params", "_local_shard"),
-    *contracts_of(f"{_FLAT}:ParamInfo", "refused", _SAVE, "module", "param_name"),
-    *contracts_of(f"{_FLAT}:SharedParamInfo", "refused", _SAVE, "module", "param_name", "prim_module",
-                  "prim_param_name"),
-    *contracts_of(f"{_FLAT}:_ShardParamInfo", "refused", _SAVE, "in_shard", "offset_in_shard",
-                  "intra_param_start_idx", "intra_param_end_idx"),
-    *contracts_of(_COMMON, "refused", _SAVE, "_is_fsdp_flattened"),
-    *contracts_of(_RUNTIME, "refused", _EVALUATION, "_reshard"),
-    *contracts_of(f"{_FLAT}:FlatParamHandle", "refused", _EVALUATION, "needs_unshard", "_use_orig_params"),
-    *contracts_of(_UNIT, "refused", _EVALUATION, "training_state"),
-    *contracts_of(f"{_COMMON}:TrainingState", "refused", _EVALUATION, "IDLE", "SUMMON_FULL_PARAMS"),
-    *contracts_of(_RUNTIME, "refused", _LOGGED, "_post_backward_hook"),
-    *contracts_of(f"{_FLAT}:FlatParameter", "refused", _LOGGED, "_post_backward_hook_state"),
-    *contracts_of(_UNIT, "off", _FAILED, "_sync_gradients"),
-    *contracts_of(_RUNTIME, "off", _FAILED, "_post_backward_final_callback"),
-    *contracts_of(f"{_FLAT}:FlatParameter", "off", _FAILED, "_post_backward_called", "_saved_grad_shard"),
-    *contracts_of(_FLAT, "refused", _ON_READ, "FlatParamHandle"),
-    *contracts_of(f"{_FLAT}:FlatParamHandle", "refused", _ON_READ, "flatten_tensors", "rank", "world_size"),
-    *contracts_of(_RUNTIME, "off", _CALLS, "_root_pre_forward", "_pre_forward", "_pre_forward_unshard",
-                  "_post_forward", "_post_forward_reshard", "_register_pre_backward_hooks"),
-    *contracts_of(f"{_FLAT}:FlatParamHandle", "off", _UNUSED, "_use_unsharded_views", "_training_state"),
-    *contracts_of(f"{_FLAT}:FlatParameter", "off", _UNUSED, "_is_grad_none_mask", "_post_backward_called"),
-    *contracts_of(f"{_COMMON}:TrainingState", "off", _UNUSED, "FORWARD_BACKWARD"),
-    *contracts_of(f"{_COMMON}:HandleTrainingState", "off", _UNUSED, "BACKWARD_PRE", "BACKWARD_POST"),
-    *contracts_of(_RUNTIME, "off", _UNUSED, "_post_backward_hook"),
-    *contracts_of(_UNIT, "unobservable", _READ, "_sync_gradients", "cpu_offload",
-                  "backward_prefetch", "forward_prefetch", "limit_all_gathers", "_use_orig_params", "_is_root"),
-    *contracts_of(f"{_FLAT}:FlatParamHandle", "unobservable", _READ, "_orig_param_dtype", "_fwd_bwd_param_dtype",
-                  "_reduce_dtype", "_low_prec_param_dtype_specified"),
-    *contracts_of(f"{_FLAT}:FlatParameter", "unobservable", _READ, "_full_param_padded", "_full_prec_full_param_padded",
-                  "_mp_shard", "_saved_grad_shard", "_cpu_grad"),
-)  # fmt: skip
+CONTRACTS = contracts_in(__file__)
 
 _common = import_target(_COMMON, CONTRACTS)
 _runtime = import_target(_RUNTIME, CONTRACTS)
@@ -515,7 +468,7 @@ def read_unit(unit: Any, *, is_root: bool) -> LiveUnit:
     # _post_forward keeps the root's parameters under every strategy.
     own: Facts = {"reshards": lambda unit: strategy_of_unit(unit).reshards_after_forward and not is_root}
     parts = [(unit, {**_UNIT_FACTS, **own})] + ([(unit._handle, _HANDLE_FACTS)] if unit._handle is not None else [])
-    return LiveUnit(version=1, is_root=is_root, **read_facts(parts, CONTRACTS))
+    return LiveUnit(1, is_root=is_root, parts=parts, rows=CONTRACTS)
 
 
 def _gradients(handle: Any) -> tuple[torch.Tensor, ...]:
@@ -525,10 +478,17 @@ def _gradients(handle: Any) -> tuple[torch.Tensor, ...]:
     return tuple(tensor for tensor in found if tensor is not None)
 
 
-def _parts(handle: Any) -> tuple[torch.Tensor, ...]:
+def _held(handle: Any) -> tuple[Held, ...]:
     shard = local_shard(handle.flat_param)
     return tuple(
-        shard.narrow(0, each.offset, each.stop - each.start) for each in original_parameters(handle.flat_param)
+        Held(
+            each.module,
+            each.attribute,
+            each.requires_grad,
+            each.shape.numel(),
+            shard.narrow(0, each.offset, each.stop - each.start),
+        )
+        for each in original_parameters(handle.flat_param)
     )
 
 
@@ -536,15 +496,6 @@ def _is_unreduced(handle: Any) -> bool:
     """Whether the flat gradient belongs to the gathered parameters, as after a backward under ``no_sync``."""
     flat = handle.flat_param
     return flat.grad is not None and handle.uses_sharded_strategy and flat.grad.shape != local_shard(flat).shape
-
-
-def _size(handle: Any, *, trainable: bool | None = None, local: bool = False) -> int:
-    """Return the number of elements of the whole unit, or of this rank's shard, without padding."""
-    return sum(
-        member.stop - member.start if local else member.shape.numel()
-        for member in original_parameters(handle.flat_param)
-        if trainable is None or member.requires_grad == trainable
-    )
 
 
 _UNIT_FACTS: Facts = {
@@ -569,10 +520,7 @@ _UNIT_FACTS: Facts = {
 }
 _GATHERED = ("_full_param_padded", "_full_prec_full_param_padded", "_mp_shard")
 _HANDLE_FACTS: Facts = {
-    "num_params": _size,
-    "num_local_params": lambda handle: _size(handle, local=True),
-    "num_frozen": lambda handle: _size(handle, trainable=False),
-    "num_local_trainable": lambda handle: _size(handle, trainable=True, local=True),
+    "held": _held,
     "master_dtypes": lambda handle: (handle._orig_param_dtype,),
     "compute_dtype": lambda handle: handle._fwd_bwd_param_dtype,
     "reduce_dtype": lambda handle: (
@@ -580,15 +528,11 @@ _HANDLE_FACTS: Facts = {
     ),
     "casts": lambda handle: handle._low_prec_param_dtype_specified,
     "shards": lambda handle: (local_shard(handle.flat_param),),
-    "parts": _parts,
     "gathered": lambda handle: tuple(
         tensor for name in _GATHERED if (tensor := _attribute(handle.flat_param, name)) is not None
     ),
     "gradients": _gradients,
     "unreduced": _is_unreduced,
-    "places": lambda handle: tuple(
-        (member.module, member.attribute, member.requires_grad) for member in original_parameters(handle.flat_param)
-    ),
     "parameter_ids": lambda handle: frozenset(id(parameter) for parameter in parameter_objects(handle.flat_param)),
 }
 

@@ -1,15 +1,13 @@
 """Access to FSDP2's states and parameter groups (``torch/distributed/fsdp/_fully_shard/``).
 
-Versions of torch differ in how FSDP2 handles dtypes and frees gradients. :class:`Fsdp2Behavior` describes each version.
-Estimates and plans read the description of the installed torch, and contain no version numbers.
+Versions of torch differ in how FSDP2 handles dtypes and frees gradients: :func:`is_since_2_15`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -18,9 +16,9 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_plugin.contracts import contracts_of, guard_functions, import_target, release_of
+from hf_fsdp_plugin.contracts import contracts_in, guard_functions, import_target, release_of
 from hf_fsdp_plugin.torch_private.functions import in_backward, is_sharded, num_changes, runs_after_accumulation
-from hf_fsdp_plugin.torch_private.live_unit import Facts, LiveUnit, attribute_or, read_facts
+from hf_fsdp_plugin.torch_private.live_unit import Facts, Held, LiveUnit, attribute_or
 from hf_fsdp_plugin.torch_private.modules import (
     Inputs,
     casts_itself,
@@ -30,101 +28,22 @@ from hf_fsdp_plugin.torch_private.modules import (
 )
 
 _COMMON = "torch.distributed.fsdp._fully_shard._fsdp_common"
-_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState"
-_CONTEXT = "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPStateContext"
-_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup"
-_PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
-_INFO = "torch.distributed.fsdp._fully_shard._fsdp_param:ParamModuleInfo"
-_HOOKS = "the hook before a forward that keeps `requires_grad`"
-_CALLS = "a call of a module inside of a sharded model"
-_READ = "the table of the units"
-_UNUSED = "parameters that a step does not use"
-CONTRACTS = (
-    *contracts_of("torch.distributed.fsdp:FSDPModule", "refused", "sharding with FSDP2", "_get_fsdp_state"),
-    *contracts_of(_STATE, "refused", "sharding with FSDP2", "_modules", "_fsdp_param_groups|_fsdp_param_group"),
-    *contracts_of(_STATE, "refused", "the precision of a model that `from_pretrained` has sharded", "_mp_policy"),
-    *contracts_of(_GROUP, "refused", "the precision of a model that `from_pretrained` has sharded", "_init_mp_dtypes"),
-    *contracts_of(_GROUP, "refused", "sharding with FSDP2", "fsdp_params"),
-    *contracts_of(_PARAM, "refused", "the precision of a model that `from_pretrained` has sharded",
-                  "mp_policy|param_dtype"),
-    *contracts_of(_PARAM, "refused", "sharding a model while it is read",
-                  "_module_info", "padded_sharded_param_size", "reset_sharded_param"),
-    *contracts_of(_PARAM, "refused", "all-gathers in fp8", "_init_extensions"),
-    *contracts_of("torch:Tensor", "refused", "all-gathers in fp8", "_version"),
-    *contracts_of(_INFO, "refused", "sharding a model while it is read", "module", "param_name"),
-    *contracts_of(_STATE, "off", _HOOKS, "_state_ctx"),
-    *contracts_of(_CONTEXT, "off", _HOOKS, "all_states"),
-    *contracts_of(_PARAM, "off", _HOOKS, "sharded_state", "_unsharded_param"),
-    *contracts_of("torch.distributed.fsdp._fully_shard._fsdp_param:ShardedState", "off", _HOOKS, "UNSHARDED"),
-    *contracts_of(_PARAM, "refused", "saving and resuming under FSDP2", "sharded_param", "_sharded_param_data"),
-    *contracts_of("torch.distributed.tensor:DTensor", "refused", "writing and reading shards", "_local_tensor"),
-    *contracts_of(f"{_COMMON}:TrainingState", "off", _CALLS, "IDLE"),
-    *contracts_of(_STATE, "off", _CALLS, "_training_state", "_pre_forward", "_post_forward",
-                  "_register_pre_backward_hook", "_force_complete_incomplete_states|_modules_to_run_forward"),
-    *contracts_of(_CONTEXT, "off", _CALLS, "iter_forward_root"),
-    *contracts_of(_STATE, "off", _UNUSED, "_root_post_backward_final_callback"),
-    *contracts_of(_GROUP, "off", _UNUSED, "pre_backward", "post_backward"),
-    *contracts_of(_CONTEXT, "off", "training on after a backward that has failed",
-                  "post_backward_final_callback_queued"),
-    *contracts_of(_STATE, "unobservable", _READ, "_auto_reshard_after_forward", "_device", "_is_root",
-                  "_states_to_forward_prefetch", "_states_to_backward_prefetch"),
-    *contracts_of(_GROUP, "unobservable", _READ, "modules", "mesh_info", "post_forward_mesh_info", "reduce_grads",
-                  "all_reduce_grads", "reshard_after_backward", "offload_policy", "_reduce_dtype",
-                  "_partial_reduce_output"),
-    *contracts_of(_PARAM, "unobservable", _READ, "all_gather_outputs", "unsharded_accumulated_grad",
-                  "_sharded_post_forward_param_data", "param_dtype"),
-    *contracts_of(_COMMON, "unobservable", _READ, "FSDPMeshInfo", "DDPMeshInfo"),
-    *contracts_of(f"{_COMMON}:FSDPMeshInfo", "unobservable", _READ,
-                  "shard_mesh_size", "shard_mesh_rank", "shard_process_group"),
-    *contracts_of(f"{_COMMON}:DDPMeshInfo", "unobservable", _READ, "replicate_mesh_size"),
-)  # fmt: skip
+CONTRACTS = contracts_in(__file__)
 
 _UNSHARDED = import_target("torch.distributed.fsdp._fully_shard._fsdp_param:ShardedState.UNSHARDED", CONTRACTS)
 _common = import_target(_COMMON, CONTRACTS)
 _BACKWARD_PREFETCH_MARK = "_hf_fsdp_backward_prefetch"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fsdp2Behavior:
-    """How one version of torch handles the gradients and the dtypes of a unit.
-
-    Attributes:
-        since: the first release that behaves so.
-        keeps_last_gradient: whether ``foreach_reduce`` keeps the whole gradient of the last parameter until it returns.
-        accumulates_in_place: whether autograd adds each gradient to the one of earlier micro-batches as soon as it is
-            computed (``FSDPParam.unsharded_grad_dtype``), instead of FSDP2 after the backward of the unit.
-        dtype_per_parameter: whether a unit can compute with parameters of several dtypes
-            (``MixedPrecisionPolicy.param_dtype_override_fn``).
-    """
-
-    since: str
-    keeps_last_gradient: bool
-    accumulates_in_place: bool
-    dtype_per_parameter: bool
+SINCE_2_15: Final = "2.15"
+"""The release since which each parameter of a unit has its own dtype (``param_dtype_override_fn``), autograd adds each
+gradient to the one of earlier micro-batches as soon as it is computed, instead of FSDP2 after the backward of the unit,
+and ``foreach_reduce`` keeps no whole gradient until it returns. 2.14.1 behaves as 2.11."""
 
 
-BEHAVIORS: Final = (
-    Fsdp2Behavior(since="2.11", keeps_last_gradient=True, accumulates_in_place=False, dtype_per_parameter=False),
-    Fsdp2Behavior(since="2.15", keeps_last_gradient=False, accumulates_in_place=True, dtype_per_parameter=True),
-)
-"""The behaviors of the supported versions, oldest first. 2.14.1 frees gradients as 2.13 does."""
-
-
-def behavior_of(version: str) -> Fsdp2Behavior:
-    """Return how FSDP2 of a version of torch behaves."""
-    release = release_of(version)[:2]
-    return next((row for row in reversed(BEHAVIORS) if release >= release_of(row.since)), BEHAVIORS[0])
-
-
-@cache
-def installed_behavior() -> Fsdp2Behavior:
-    """Return how FSDP2 of the installed torch behaves."""
-    return behavior_of(torch.__version__)
-
-
-def first_version_with_dtype_per_parameter() -> str:
-    """Return the first version of torch that accepts a dtype for each parameter."""
-    return next(row.since for row in BEHAVIORS if row.dtype_per_parameter)
+def is_since_2_15() -> bool:
+    """Whether FSDP2 of the installed torch behaves as :data:`SINCE_2_15` describes."""
+    return release_of(torch.__version__)[:2] >= release_of(SINCE_2_15)
 
 
 def state_of(module: FSDPModule) -> Any:
@@ -236,13 +155,6 @@ def num_unit_changes(module: FSDPModule) -> tuple[int, int]:
     return shards, sum(num_changes(item._unsharded_param) for item in items if item.sharded_state is _UNSHARDED)
 
 
-def reshards_after_forward(state: Any, *, is_root: bool) -> bool:
-    """Whether any parameters are freed after forward. A root's unset flag is decided in the first forward."""
-    if is_root and getattr(state, "_auto_reshard_after_forward", False):
-        return False
-    return any(group.post_forward_mesh_info is not None for group in _parameter_groups(state))
-
-
 def compute_device(root: FSDPModule) -> torch.device:
     """Return the device on which the root is computed; offloaded shards are in CPU memory."""
     device: torch.device = state_of(root)._device
@@ -253,11 +165,6 @@ def is_idle(root: FSDPModule) -> bool:
     """Whether the root is neither in a forward nor in a backward."""
     state = state_of(root)
     return state._training_state is _common.TrainingState.IDLE and state._state_ctx.iter_forward_root is None
-
-
-def is_outside_of_call(module: FSDPModule) -> bool:
-    """Whether the hooks of a unit have not run: it is neither in a forward nor computed again in a backward."""
-    return bool(state_of(module)._training_state is _common.TrainingState.IDLE)
 
 
 def before_forward(root: FSDPModule, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
@@ -427,7 +334,7 @@ def read_units(state: Any, *, is_root: bool) -> Iterator[LiveUnit]:
     of_state = (state, _STATE_FACTS)
     of_groups = [[(group, {**_GROUP_FACTS, **reshard})] for group in _parameter_groups(state)]
     for of_group in of_groups or [[]]:
-        yield LiveUnit(version=2, is_root=is_root, **read_facts([of_state, *of_group], CONTRACTS))
+        yield LiveUnit(2, is_root=is_root, parts=[of_state, *of_group], rows=CONTRACTS)
 
 
 def _reshards(group: Any) -> bool:
@@ -454,10 +361,6 @@ def _backward_prefetch(state: Any) -> str:
 
 def _parameters(group: Any) -> list[DTensor]:
     return [item.sharded_param for item in group.fsdp_params]
-
-
-def _local(group: Any) -> list[torch.Tensor]:
-    return [local_tensor(parameter) for parameter in _parameters(group)]
 
 
 def _wholes(group: Any) -> list[nn.Parameter]:
@@ -574,11 +477,15 @@ _STATE_FACTS: Facts = {
 }
 _GROUP_FACTS: Facts = {
     "modules": lambda group: tuple(group.modules),
-    "num_params": lambda group: sum(p.numel() for p in _parameters(group)),
-    "num_local_params": lambda group: sum(t.numel() for t in _local(group)),
-    "num_frozen": lambda group: sum(p.numel() for p in _parameters(group) if not p.requires_grad),
-    "num_local_trainable": lambda group: sum(
-        t.numel() for t, p in zip(_local(group), _parameters(group), strict=True) if p.requires_grad
+    "held": lambda group: tuple(
+        Held(
+            item._module_info.module,
+            item._module_info.param_name,
+            item.sharded_param.requires_grad,
+            item.sharded_param.numel(),
+            local_tensor(item.sharded_param),
+        )
+        for item in group.fsdp_params
     ),
     "master_dtypes": _master_dtypes,
     "compute_dtype": _compute_dtype,
@@ -600,13 +507,8 @@ _GROUP_FACTS: Facts = {
     "unreduced": _is_unreduced,
     "offloaded": lambda group: isinstance(group.offload_policy, CPUOffloadPolicy),
     "shards": lambda group: tuple(unconverted(item._sharded_param_data) for item in group.fsdp_params),
-    "parts": lambda group: tuple(_local(group)),
     "gathered": _gathered,
     "gradients": _gradients,
-    "places": lambda group: tuple(
-        (item._module_info.module, item._module_info.param_name, item.sharded_param.requires_grad)
-        for item in group.fsdp_params
-    ),
     "casting": lambda group: tuple(
         (item._module_info.module, item._module_info.param_name)
         for item in group.fsdp_params
@@ -624,6 +526,5 @@ guard_functions(
         "is_idle": False,
         "watch_gradients": [],
         "backward_has_failed": False,
-        "is_outside_of_call": False,
     },
 )

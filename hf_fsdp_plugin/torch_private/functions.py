@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from hf_fsdp_plugin.contracts import Contract, contracts_of, guard_functions, import_target
+from hf_fsdp_plugin.contracts import contracts_in, guard_functions, import_target
 
 if TYPE_CHECKING:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper as ActivationWrapper
@@ -26,67 +26,16 @@ if TYPE_CHECKING:
 _CHECKPOINT = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 _FILES = "torch.distributed.checkpoint.filesystem"
 _C10D = "torch.distributed.distributed_c10d"
-_TIMEOUTS = "the time-out of process groups"
 _LAYOUT = "torch.distributed.tensor._utils"
 _TREE = "torch.utils._pytree"
 _DISPATCH = "torch.utils._python_dispatch"
-_SCALER = "the gradient scaler of fp16"
-_PREDICTION = "the prediction of memory and time"
 _ATTENTION = (
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_cudnn_attention",
 )
-CONTRACTS = (
-    *contracts_of(_CHECKPOINT, "refused", "activation checkpointing",
-                  "ActivationWrapper", "CheckpointWrapper", "checkpoint_wrapper"),
-    *contracts_of(f"{_CHECKPOINT}:CheckpointWrapper", "unobservable", "the report of activation checkpointing",
-                  "checkpoint_fn"),
-    *contracts_of("torch:ops.aten", "off", "selective activation checkpointing that saves attention and products",
-                  *(f"{name}.default" for name in (*_ATTENTION, "_grouped_mm", "_scaled_mm"))),
-    *contracts_of(_FILES, "refused", "writing a checkpoint in the format of torch", "_StorageInfo"),
-    *contracts_of(_C10D, "refused", "the agreement of the ranks", "_get_default_store"),
-    *contracts_of(_LAYOUT, "refused", "saving shards", "compute_local_shape_and_global_offset"),
-    *contracts_of("torch.distributed.tensor:DTensor", "refused", "shards that are read from files", "_spec"),
-    *contracts_of(_TREE, "refused", "the inputs and outputs of a model", "tree_leaves", "tree_map", "tree_map_only"),
-    *contracts_of("torch", "refused", "clipping the norm of gradients", "_foreach_mul_", "_foreach_norm"),
-    *contracts_of("torch:_C", "off", "the count of recomputed modules", "_current_graph_task_id"),
-    *contracts_of("torch:_C", "off", "training under FSDP1 after a forward without its backward",
-                  "_will_engine_execute_node"),
-    *contracts_of("torch._dynamo.config", "off", "the report of compilation that is disabled", "disable"),
-    *contracts_of("torch._dynamo.config", "off", "`torch.compile` of layers without graph breaks",
-                  "capture_scalar_outputs", "skip_fwd_side_effects_in_bwd_under_checkpoint"),
-    *contracts_of("torch:autograd", "off", "the warning of a second profiler", "_profiler_enabled"),
-    *contracts_of("torch:Tensor", "off", "the error for parameters that a script changes while it reads them",
-                  "_version"),
-    *contracts_of("torch:Tensor", "off", "hooks of a script on parameters",
-                  "_backward_hooks", "_post_accumulate_grad_hooks"),
-    *contracts_of("torch.amp.grad_scaler:GradScaler", "refused", _SCALER, "_device", "_growth_tracker",
-                  "_lazy_init_scale_growth_tracker", "_unscale_grads_"),
-    Contract(target="torch.amp.grad_scaler:_step_supports_amp_scaling", without="refused", use=_SCALER,
-             behavior="The scaler skips the steps of optimizers without this mark, and fused kernels skip their own."),
-    *contracts_of("torch", "refused", _SCALER, "_amp_foreach_non_finite_check_and_unscale_"),
-    *contracts_of(_DISPATCH, "refused", _PREDICTION, "TorchDispatchMode"),
-    *contracts_of("torch:ops.aten", "refused", _PREDICTION, "_grouped_mm.default", "_local_scalar_dense.default",
-                  "_to_copy.default",
-                  "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
-                  "_scaled_dot_product_efficient_attention"),
-    *contracts_of("torch:UntypedStorage", "refused", _PREDICTION, "_cdata"),
-    *contracts_of("torch._ops:OpOverload", "refused", _PREDICTION, "_schema", "_overloadpacket"),
-    *contracts_of("torch.autograd.graph", "refused", "the prediction of memory", "_engine_run_backward"),
-    *contracts_of(f"{_C10D}:ProcessGroup", "off", _TIMEOUTS, "_get_backend", "_device_types"),
-    *contracts_of(f"{_C10D}:ProcessGroupGloo", "off", _TIMEOUTS, "options"),
-    *contracts_of(f"{_C10D}:ProcessGroupGloo._Options", "off", _TIMEOUTS, "_timeout"),
-    *contracts_of(_C10D, "off", _TIMEOUTS, "set_timeout|_set_pg_timeout"),
-    *contracts_of(_C10D, "off", "the record of collectives", "_resolve_process_group"),
-    # Builds without NCCL have the record of other backends only.
-    *contracts_of("torch._C._distributed_c10d", "off", "the flight record after a hang",
-                  "_dump_nccl_trace_json|_dump_fr_trace_json"),
-    *contracts_of("torch.distributed.device_mesh:DeviceMesh", "refused", "context parallelism", "_flatten"),
-)  # fmt: skip
-CALLS_FORWARD = "_hf_fsdp_calls_forward"
-"""Attribute of a function that replaces the ``forward`` of a module and calls it."""
+CONTRACTS = contracts_in(__file__)
 _NO_HOOKS: Mapping[int, Any] = {}
 
 if not TYPE_CHECKING:
@@ -160,9 +109,7 @@ def runs_in_backward(node: torch.autograd.graph.Node) -> bool:
 def uses_torch_checkpoint(wrapper: CheckpointWrapper) -> bool:
     """Return whether the wrapper still calls torch's ``checkpoint``."""
     function = getattr(wrapper.checkpoint_fn, "func", None)
-    forward = vars(wrapper).get("forward")
-    calls_own = forward is None or hasattr(forward, CALLS_FORWARD)
-    return function is torch.utils.checkpoint.checkpoint and calls_own
+    return function is torch.utils.checkpoint.checkpoint and "forward" not in vars(wrapper)
 
 
 def checkpoint_keywords(wrapper: CheckpointWrapper) -> dict[str, Any]:

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import nn
 
 from hf_fsdp_plugin.contracts import Contract, ContractError, missing_attribute_error
 
+Facts = Mapping[str, Callable[[Any], Any]]
+"""Attribute of :class:`LiveUnit` -> the function that reads it off an object of torch."""
 
-@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+
+class Held(NamedTuple):
+    """A parameter of a unit: where it is registered, and this rank's part of it, without padding."""
+
+    module: nn.Module
+    attribute: str
+    requires_grad: bool
+    numel: int
+    part: torch.Tensor
+
+
 class LiveUnit:
-    """One group of parameters that torch gathers and frees together.
+    """One group of parameters that torch gathers and frees together. Its facts are read when they are asked for.
 
-    Reading an attribute that the installed torch does not show raises :class:`ContractError`.
+    Reading a fact that the installed torch does not show raises :class:`ContractError`.
+
+    Args:
+        parts: objects of torch, and the facts that are read off each. Later ones replace earlier ones, unless they
+            cannot be read.
+        rows: the contracts of the file that defines the facts.
 
     Attributes:
         modules: the wrapped modules, in torch's order; FSDP1 has exactly one, the wrapper itself.
@@ -44,6 +60,7 @@ class LiveUnit:
         reduces: whether the next backward reduces gradients over the shard group.
         all_reduces: whether the next backward reduces gradients over the replicas.
         unreduced: whether there are gradients that were computed but not reduced, so that the optimizer misses them.
+        held: each parameter.
         places: the module, the attribute name and ``requires_grad`` of each parameter.
         casting: the module and the attribute name of each parameter that casts itself in FSDP2's all-gather.
         lazy: whether torch has not initialized the unit yet. It does so in the first forward.
@@ -54,101 +71,72 @@ class LiveUnit:
         parameter_ids: ``id`` of every parameter object that can represent the unit in the module tree.
         copy_ids: ``id`` of the gathered parameters among them. An optimizer must not have these.
         source: the object of torch that stands for the unit: a flat parameter's handle, or a group of parameters.
-        unknown: attribute that could not be read -> why.
     """
 
-    version: Literal[1, 2]
-    modules: tuple[nn.Module, ...] = ()
-    is_root: bool
-    device: torch.device | None = None
-    num_params: int = 0
-    num_local_params: int = 0
-    num_frozen: int = 0
-    num_local_trainable: int = 0
-    master_dtypes: tuple[torch.dtype, ...] = ()
-    compute_dtype: torch.dtype | None = None
-    compute_dtypes: tuple[torch.dtype, ...] = ()
-    reduce_dtype: torch.dtype | None = None
-    output_dtype: torch.dtype | None = None
-    casts: bool = False
-    strategy: str | None = None
-    shard_size: int = 1
-    shard_rank: int = 0
-    shard_ranks: tuple[int, ...] = ()
-    replicate_size: int = 1
-    axes: Mapping[str, int] = field(default_factory=dict)
-    coordinates: tuple[tuple[int, ...], ...] = ()
-    reduces: bool = True
-    all_reduces: bool = True
-    unreduced: bool = False
-    hybrid: bool = False
-    reshard_asked: bool | None = None
-    reshards: bool = False
-    reshards_after_backward: bool = True
-    offloaded: bool = False
-    backward_prefetch: str = "pre"
-    forward_prefetch: bool = False
-    prefetched: tuple[nn.Module, ...] = ()
-    limit_all_gathers: bool = True
-    use_orig: bool = True
-    lazy: bool = False
-    shards: tuple[torch.Tensor, ...] = ()
-    parts: tuple[torch.Tensor, ...] = ()
-    gathered: tuple[torch.Tensor, ...] = ()
-    gradients: tuple[torch.Tensor, ...] = ()
-    places: tuple[tuple[nn.Module, str, bool], ...] = ()
-    casting: tuple[tuple[nn.Module, str], ...] = ()
-    parameter_ids: frozenset[int] = frozenset()
-    copy_ids: frozenset[int] = frozenset()
-    source: Any = None
-    unknown: Mapping[str, ContractError] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name in self.unknown:
-            object.__delattr__(self, name)
-
-    def known(self, name: str, default: Any = None) -> Any:
-        """Return an attribute, or ``default`` if it could not be read."""
-        return default if name in self.unknown else getattr(self, name)
+    def __init__(
+        self, version: Literal[1, 2], *, is_root: bool, parts: Sequence[tuple[Any, Facts]], rows: tuple[Contract, ...]
+    ) -> None:
+        self.version, self.is_root, self.source = version, is_root, parts[-1][0]
+        self._parts, self._rows = [(self, _OF_HELD), *parts], rows
 
     def __getattr__(self, name: str) -> Any:
-        """Raise the error of an attribute that could not be read."""
-        unknown = object.__getattribute__(self, "unknown")
-        raise unknown[name] if name in unknown else AttributeError(name)
+        if name not in _DEFAULTS:
+            raise AttributeError(name)
+        error: ContractError | None = None
+        for source, facts in reversed(self._parts):
+            if name in facts:
+                try:
+                    vars(self)[name] = value = facts[name](source)
+                    return value
+                except ContractError as broken:
+                    error = broken
+                except AttributeError as lacking:
+                    if (error := missing_attribute_error(lacking, self._rows)) is None:
+                        raise RuntimeError(f"the fact {name} of a unit cannot be read") from lacking
+        if error is not None:
+            raise error
+        return _DEFAULTS[name]
 
-
-Facts = Mapping[str, Callable[[Any], Any]]
-"""Attribute of :class:`LiveUnit` -> the function that reads it off an object of torch."""
-
-
-def read_facts(parts: Sequence[tuple[Any, Facts]], rows: tuple[Contract, ...]) -> dict[str, Any]:
-    """Read the facts of a unit off objects of torch. Later ones replace earlier ones, unless they cannot be read.
-
-    Args:
-        parts: each object, and the facts that are read off it.
-        rows: the contracts of the file that defines the facts.
-
-    Returns:
-        Arguments of :class:`LiveUnit`. Its source is the last object, and its ``unknown`` has the facts for which torch
-        lacks an attribute.
-    """
-    found: dict[str, Any] = {}
-    unknown: dict[str, ContractError] = {}
-    for fact, read, source in ((fact, read, source) for source, facts in parts for fact, read in facts.items()):
+    def known(self, name: str, default: Any = None) -> Any:
+        """Return a fact, or ``default`` if it cannot be read."""
         try:
-            found[fact] = read(source)
-        except ContractError as error:
-            unknown[fact] = error
-        except AttributeError as error:
-            missing = missing_attribute_error(error, rows)
-            if missing is None:
-                raise
-            unknown[fact] = missing
-    return {
-        **found,
-        "source": parts[-1][0],
-        "unknown": {fact: error for fact, error in unknown.items() if fact not in found},
-    }
+            return getattr(self, name)
+        except ContractError:
+            return default
+
+    def unknown(self) -> Iterator[ContractError]:
+        """Yield the error of each fact that cannot be read."""
+        for name in _DEFAULTS:
+            try:
+                getattr(self, name)
+            except ContractError as error:
+                yield error
+
+
+_OF_HELD: Final[Facts] = {
+    "places": lambda unit: tuple((each.module, each.attribute, each.requires_grad) for each in unit.held),
+    "parts": lambda unit: tuple(each.part for each in unit.held),
+    "num_params": lambda unit: sum(each.numel for each in unit.held),
+    "num_local_params": lambda unit: sum(each.part.numel() for each in unit.held),
+    "num_frozen": lambda unit: sum(each.numel for each in unit.held if not each.requires_grad),
+    "num_local_trainable": lambda unit: sum(each.part.numel() for each in unit.held if each.requires_grad),
+}
+"""The facts that follow from the parameters."""
+_EMPTY: Final = (
+    "modules", "master_dtypes", "compute_dtypes", "shard_ranks", "coordinates", "prefetched", "shards", "parts",
+    "gathered", "gradients", "held", "places", "casting", "parameter_ids", "copy_ids",
+)  # fmt: skip
+_DEFAULTS: Final[Mapping[str, Any]] = {
+    **dict.fromkeys(("num_params", "num_local_params", "num_frozen", "num_local_trainable", "shard_rank"), 0),
+    **dict.fromkeys(("shard_size", "replicate_size"), 1),
+    **dict.fromkeys(("casts", "unreduced", "hybrid", "reshards", "offloaded", "forward_prefetch", "lazy"), False),
+    **dict.fromkeys(("reduces", "all_reduces", "reshards_after_backward", "limit_all_gathers", "use_orig"), True),
+    **dict.fromkeys(("device", "compute_dtype", "reduce_dtype", "output_dtype", "strategy", "reshard_asked")),
+    **dict.fromkeys(_EMPTY, ()),
+    "axes": {},
+    "backward_prefetch": "pre",
+}
+"""Fact -> its value in units of which no part has it, such as units without parameters."""
 
 
 def attribute_or(source: Any, name: str, default: Any, declared_by: type | None = None) -> Any:

@@ -11,38 +11,15 @@ from contextlib import AbstractContextManager, contextmanager
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Final
 
-from hf_fsdp_plugin.contracts import Contract, contracts_of, guard_functions
+from hf_fsdp_plugin.contracts import contracts_in, guard_functions
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-_MODULE: Final = "torch.nn.modules.module:Module"
-_TREE: Final = "reading and changing the tree of modules"
-_MESSAGES: Final = "the names of units in messages about collectives"
 ROOT: Final = "the root unit"
 _UNIT_NAME: Final = "_hf_fsdp_unit_name"
-CONTRACTS = (
-    *contracts_of(_MODULE, "refused", "`from_pretrained` with RAM-efficient loading", "_apply"),
-    *contracts_of(_MODULE, "refused", _TREE, "_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"),
-    *contracts_of(_MODULE, "refused", "`torch.compile` of layers", "_call_impl", "_compiled_call_impl"),
-    *contracts_of(_MODULE, "refused", "saving a module of an adapter", "_forward_hooks", "_forward_pre_hooks"),
-    *contracts_of("torch.nn.utils.stateless", "refused", "saving a module of an adapter", "_reparametrize_module"),
-    *contracts_of("torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel", "refused",
-                  "the names of parameters", "_fsdp_wrapped_module"),
-    *contracts_of("torch.distributed.algorithms._checkpoint.checkpoint_wrapper:ActivationWrapper", "refused",
-                  "the names of parameters", "_checkpoint_wrapped_module"),
-    *contracts_of("torch._dynamo.eval_frame:OptimizedModule", "refused", "the names of parameters", "_orig_mod"),
-    *contracts_of("torch.distributed.tensor:DTensor", "refused", "writing and reading shards", "_local_tensor"),
-    *(
-        Contract(target=f"torch._dynamo.variables.builder:{name}", without="off",
-                 use="`torch.compile` of a sharded model", behavior="Dynamo treats marked modules as managed by FSDP.")
-        for name in ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
-    ),
-    *contracts_of("torch.distributed.fsdp._flat_param:FlatParamHandle", "off", _MESSAGES, "_fully_sharded_module"),
-    *contracts_of("torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup", "off", _MESSAGES,
-                  "_module_fqn"),
-)  # fmt: skip
+CONTRACTS = contracts_in(__file__)
 _COMPILED: Final = "_orig_mod"
 CHECKPOINTED_ATTRIBUTE: Final = "_checkpoint_wrapped_module"
 LOCAL_TENSOR_ATTRIBUTE: Final = "_local_tensor"

@@ -49,7 +49,7 @@ def test_bench_measures_two_cases_on_real_ranks(folder):
     ddp, sharded = result(done)["cases"]
     assert [row["status"] for row in (ddp, sharded)] == ["measured", "measured"]
     for row in (ddp, sharded):
-        assert 0 < row["step_seconds"] < 10 and row["peak_bytes"] > 0
+        assert 0 < row["step_seconds"] < 10 and row["peak_bytes"] is None
         assert row["samples_per_second"] == pytest.approx(2 / row["step_seconds"])
         assert row["tokens_per_second"] == pytest.approx(32 * row["samples_per_second"])
     assert sharded["loss"] == pytest.approx(ddp["loss"], rel=1e-5)  # the same weights, batches and steps

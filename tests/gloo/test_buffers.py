@@ -104,7 +104,6 @@ def test_saved_buffers_are_those_of_ddp(two_ranks: Ranks, tmp_path: Path, versio
     assert len(ranks[0]["saved"]) == 5
     for rank, reference in zip(ranks, expected, strict=True):
         assert rank["loss"] == pytest.approx(reference["loss"], rel=1e-5)
-    assert ranks[0]["printed"].count("FSDP-N640") == 1
 
 
 def evaluate_first(version: int, *, inner: bool) -> dict[str, Any]:

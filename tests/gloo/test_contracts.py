@@ -34,7 +34,6 @@ def test_each_kind_of_missing_name_has_its_effect(tmp_path: Path) -> None:
         "_reduce_dtype": "a feature is off",
         "_fqns": "refused",
         "prepare": "refused",
-        "prepare_data_loader": "refused",
         "prepare_model": "refused",
         "prepare_optimizer": "refused",
     }

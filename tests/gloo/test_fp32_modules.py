@@ -13,7 +13,7 @@ from torch import nn
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.problems import SpecError
-from hf_fsdp_plugin.torch_private.fsdp2 import first_version_with_dtype_per_parameter, installed_behavior
+from hf_fsdp_plugin.torch_private.fsdp2 import SINCE_2_15, is_since_2_15
 from tests.support.communication_runs import counted_and_estimated
 from tests.support.matrices import slow
 from tests.support.ranks import Ranks
@@ -33,8 +33,8 @@ NUM_STEPS = 4
 
 
 NEEDS_OVERRIDES = pytest.mark.skipif(
-    not installed_behavior().dtype_per_parameter,
-    reason=f"FSDP2 has one dtype for all parameters of a unit before torch {first_version_with_dtype_per_parameter()}",
+    not is_since_2_15(),
+    reason=f"FSDP2 has one dtype for all parameters of a unit before torch {SINCE_2_15}",
 )
 
 NORMS = r".*norm"
@@ -205,6 +205,6 @@ def prepare_refused(config: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_setting_is_refused_where_a_unit_has_one_dtype(two_ranks: Ranks, version: int) -> None:
-    supported = version == 2 and installed_behavior().dtype_per_parameter
+    supported = version == 2 and is_since_2_15()
     expected: list[str] = [] if supported else ["FSDP-E282"]
     assert two_ranks.run(prepare_refused, config_of(NORMS, version=version)) == [expected] * 2

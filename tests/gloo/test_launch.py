@@ -131,7 +131,7 @@ def test_globals_of_script_exist_in_exit_handlers(tmp_path: Path) -> None:
 def test_show_ranks_all_prefixes_each_line(tmp_path: Path) -> None:
     done = launch_script(tmp_path, SHOW, "--show-ranks", "all", "--log-dir", "logs")
     assert sorted(done.stdout.splitlines()) == ["[rank 0] shown by rank 0", "[rank 1] shown by rank 1"]
-    assert (tmp_path / "logs" / "rank_1.log").read_text() == "shown by rank 1\n"
+    assert (tmp_path / "logs" / "rank_1.stdout.log").read_text() == "shown by rank 1\n"
 
 
 @pytest.mark.slow

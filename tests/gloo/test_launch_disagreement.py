@@ -127,9 +127,8 @@ def test_call_of_one_rank_names_the_others(tmp_path: Path, what: str, num_steps:
 
 
 @slow
-def test_uneven_batches_are_named_before_and_after(tmp_path: Path) -> None:
+def test_ranks_with_uneven_batches_are_named(tmp_path: Path) -> None:
     error = error_of(tmp_path, ACCELERATE, "uneven batches", quiet=False)
-    assert "rank 0 has 6 batches, the others 5" in error and "[FSDP-W690]" in error
     assert "FSDP-E743" in error
     assert re.search(ENDED.format(rank=1) + "after 5 optimizer steps", error)
     assert re.search(IN_STEP.pattern.replace("rank 1", "rank 0") + ".* after 5 optimizer steps", error)

@@ -185,8 +185,6 @@ def test_ranks_share_weights_and_results_are_equal(two_ranks: Ranks, tmp_path: P
         assert first["num_private"] == second["num_private"] == (family == "bert-mlm")
     observed = row(efficient[0]["report"])
     assert observed["status"] == "applied"
-    most = max(first, second, key=lambda memory: memory["private_bytes"])
-    assert family == "mixtral" or f" {most['num_mapped']} mapped from files" in observed["reason"]
     assert efficient[0]["steps"] == normal[0]["steps"]
     assert equal(efficient[0]["weights"], normal[0]["weights"])
     assert all(equal(efficient[rank]["buffers"], normal[rank]["buffers"]) for rank in (0, 1))
@@ -290,14 +288,14 @@ def load_gguf(folder: str, config: dict[str, Any], dtype: str) -> dict[str, Any]
 @pytest.mark.parametrize(
     ("architecture", "dtype"), [("llama", "float32"), ("lfm2", "float32"), slow("llama", "bfloat16")]
 )
-def test_gguf_file_is_dequantized_by_rank_0(two_ranks: Ranks, tmp_path: Path, architecture: str, dtype: str) -> None:
+def test_gguf_file_is_loaded_by_all_ranks(two_ranks: Ranks, tmp_path: Path, architecture: str, dtype: str) -> None:
     pytest.importorskip("gguf")
     two_ranks.run(save_gguf, str(tmp_path), architecture)
     efficient = two_ranks.run(load_gguf, str(tmp_path), efficient_config(), dtype)
     normal, _ = two_ranks.run(load_gguf, str(tmp_path), parallel_config("full_shard", 2, 2), dtype)
     first, second = efficient
-    assert first["memory"]["num_on_meta"] == 0 == second["memory"]["num_private"] < second["memory"]["num_on_meta"]
-    assert "FSDP-W660" not in first["printed"] and equal(first["weights"], normal["weights"])
+    assert first["memory"]["num_on_meta"] == 0 == second["memory"]["num_on_meta"]
+    assert "FSDP-W660" in first["printed"] and equal(first["weights"], normal["weights"])
 
 
 def load_and_train_with_trainer(family: str, folder: str, output_dir: str, **fsdp_config: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Hooks on parameters and torch's own clipping give the results of one process, on real ranks."""
+"""Hooks on parameters are refused, and torch's own clipping gives the results of one process, on real ranks."""
 
 from __future__ import annotations
 
@@ -12,46 +12,20 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from hf_fsdp_plugin.problems import SpecError
-from tests.support.matrices import slow
 from tests.support.ranks import Ranks
-from tests.support.tiny import MODELS, NUM_STEPS, OTHER_UNITS, parallel_config
+from tests.support.tiny import MODELS, NUM_STEPS, parallel_config
 from tests.support.training import (
     MAX_NORM,
     adamw,
-    assert_same_training,
     assert_same_weights,
     fresh_accelerator,
     loss_of,
-    train_prepared,
 )
 
 MAX_VALUE = 1e-3
 
 
 VERSIONS = pytest.mark.parametrize("version", [1, 2])
-
-
-def mask_gradients(model: nn.Module) -> None:
-    """Train only the last rows of the embeddings, change gradients in place, and add a hook that is removed later."""
-    embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
-    mask = torch.zeros_like(embeddings.weight)
-    mask[-16:] = 1.0
-    embeddings.weight.register_hook(lambda gradient: gradient * mask.to(gradient.device))
-    for name, parameter in model.named_parameters():
-        if name.endswith("down_proj.weight"):
-            columns = torch.arange(parameter.shape[1]) % 3
-            parameter.register_hook(lambda gradient, columns=columns: gradient.mul_(columns.to(gradient.device)))
-
-
-def train_with_hooks(name: str, config: dict[str, Any], *, remove: bool = False) -> dict[str, Any]:
-    accelerator = fresh_accelerator(config)
-    model = MODELS[name]()
-    mask_gradients(model)
-    unused = [parameter.register_hook(torch.zeros_like) for parameter in model.parameters()] if remove else []
-    model, optimizer = accelerator.prepare(model, adamw(model))
-    for handle in unused:
-        handle.remove()
-    return train_prepared(accelerator, model, optimizer, name, NUM_STEPS)
 
 
 def _train_alone(
@@ -70,46 +44,13 @@ def _train_alone(
     return {"losses": losses, "norms": norms, "weights": dict(model.state_dict())}
 
 
-def reference_with_hooks(name: str) -> dict[str, Any]:
-    """The same as :func:`train_with_hooks` in one process."""
-    model = MODELS[name]().float()
-    mask_gradients(model)
-    return _train_alone(model, name, lambda model: clip_grad_norm_(model.parameters(), MAX_NORM))
-
-
-@VERSIONS
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        *OTHER_UNITS,
-        slow({"fsdp_offload_params": True}),
-    ],
-    ids=str,
-)
-def test_parameter_hooks_train_like_one_process(two_ranks: Ranks, settings: dict[str, Any], version: int) -> None:
-    config = parallel_config("full_shard", version, 2, **settings)
-    run = two_ranks.run(train_with_hooks, "llama", config)[0]
-    assert_same_training(run, reference_with_hooks("llama"))
-
-
-def test_flat_parameters_call_parameter_hooks(two_ranks: Ranks) -> None:
-    config = parallel_config("full_shard", 1, 2, fsdp_use_orig_params=False)
-    run = two_ranks.run(train_with_hooks, "llama", config)[0]
-    assert_same_training(run, reference_with_hooks("llama"))
-
-
-@VERSIONS
-def test_removed_parameter_hook_is_not_called(two_ranks: Ranks, version: int) -> None:
-    run = two_ranks.run(train_with_hooks, "llama", parallel_config("full_shard", version, 2), remove=True)[0]
-    assert_same_training(run, reference_with_hooks("llama"))
-
-
-def prepare_with_late_hook(config: dict[str, Any]) -> list[str]:
-    """Prepare a model with a hook that runs after accumulation. Returns the codes of the problems."""
+def prepare_with_hook(config: dict[str, Any], register: str, *, remove: bool = False) -> list[str]:
+    """Prepare a model with a hook on a parameter. Returns the codes of the problems."""
     accelerator = fresh_accelerator(config)
     model: Any = MODELS["llama"]()
-    model.lm_head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    handle = getattr(model.lm_head.weight, register)(lambda tensor: None)
+    if remove:
+        handle.remove()
     try:
         accelerator.prepare(model)
     except SpecError as error:
@@ -118,9 +59,11 @@ def prepare_with_late_hook(config: dict[str, Any]) -> list[str]:
 
 
 @VERSIONS
-def test_hook_after_accumulation_is_refused(two_ranks: Ranks, version: int) -> None:
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hook_on_a_parameter_is_refused(two_ranks: Ranks, register: str, version: int) -> None:
     config = parallel_config("full_shard", version, 2)
-    assert two_ranks.run(prepare_with_late_hook, config) == [["FSDP-E307"]] * 2
+    assert two_ranks.run(prepare_with_hook, config, register) == [["FSDP-E307"]] * 2
+    assert two_ranks.run(prepare_with_hook, config, register, remove=True) == [[]] * 2
 
 
 def clip(kind: str, accelerator: Any, model: nn.Module) -> torch.Tensor:
@@ -131,10 +74,7 @@ def clip(kind: str, accelerator: Any, model: nn.Module) -> torch.Tensor:
         return clip_grad_norm_([p for n, p in model.named_parameters() if "norm" in n], MAX_NORM / 10)
     if kind == "largest":
         return clip_grad_norm_(model.parameters(), MAX_NORM / 10, norm_type=float("inf"), error_if_nonfinite=True)
-    if kind == "accelerator":
-        accelerator.clip_grad_value_(model.parameters(), MAX_VALUE)
-    else:
-        clip_grad_value_(model.parameters(), MAX_VALUE)
+    clip_grad_value_(model.parameters(), MAX_VALUE)
     return torch.zeros(())
 
 
@@ -157,12 +97,11 @@ def train_clipped(kind: str, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def reference_clipped(kind: str) -> dict[str, Any]:
-    kind = kind if kind != "accelerator" else "value"
     return _train_alone(MODELS["llama"]().float(), "llama", lambda model: clip(kind, None, model), sgd)
 
 
 @VERSIONS
-@pytest.mark.parametrize("kind", ["all", "some", "largest", "value", "accelerator"])
+@pytest.mark.parametrize("kind", ["all", "some", "largest", "value"])
 def test_clipping_functions_equal_one_process(two_ranks: Ranks, kind: str, version: int) -> None:
     expected = reference_clipped(kind)
     runs = two_ranks.run(train_clipped, kind, parallel_config("full_shard", version, 2))

@@ -173,10 +173,10 @@ def test_failure_at_the_same_step_ends_the_run(tmp_path: Path) -> None:
     assert list(losses(tmp_path)) == [1, 2, 3, 4, 5]
 
 
-def test_import_error_and_signal_are_not_restarted(tmp_path: Path) -> None:
+def test_import_error_and_signal_end_the_run(tmp_path: Path) -> None:
     write(tmp_path, "import no_such_package", name="broken.py")
     done = launch(tmp_path, "--cpu", "--num_processes", "1", "--max_restarts", "5", "broken.py")
-    assert done.returncode == 1 and "restart 1 of" not in done.stderr
+    assert done.returncode == 1 and "restart 1 of 5" in done.stderr and "restart 2 of 5" not in done.stderr
     assert "[FSDP-E714]" in done.stderr and "ModuleNotFoundError" in done.stderr
     text = "import os, time\nopen('ready', 'w').write(str(os.getpid()))\ntime.sleep(60)"
     write(tmp_path, text)
@@ -193,7 +193,6 @@ def test_torchrun_resumes_its_own_run_only(tmp_path: Path) -> None:
     write(tmp_path, TRAINER)
     done = torchrun(tmp_path, 1, "train.py", "1 5 0")
     assert done.returncode == 0, done.stderr
-    # torch's agent may end rank 0 before it has raised an error, too.
     assert re.search(r"restart 1 of 1: rank \d: ended without an error record after step 5 of the run", done.stderr)
     assert "rank 0 begins after step 4" in done.stdout and "out/checkpoint-4" in done.stderr
     tree = json.loads((tmp_path / "out" / "fsdp_report.json").read_text())["restarts"]
@@ -217,18 +216,6 @@ def test_loop_under_torchrun_has_the_uninterrupted_losses(tmp_path: Path, versio
     found = report(tmp_path / "killed")
     assert (found["count"], found["max"], found["lost_steps"]) == (1, 2, 2)
     assert report(tmp_path / "whole")["failures"] == []
-
-
-@pytest.mark.slow
-def test_torchrun_refuses_a_third_identical_failure(tmp_path: Path) -> None:
-    write(tmp_path, LOOP)
-    done = torchrun(tmp_path, 4, "train.py", "fail")
-    assert done.returncode == 1
-    # Steps 4 and 5 are trained by two attempts. The later ones, which torchrun starts too, train nothing.
-    lines = (tmp_path / "losses_1").read_text().splitlines()
-    assert [line.split()[0] for line in lines] == ["1", "2", "3", "4", "5", "4", "5"]
-    assert done.stderr.count("[FSDP-E714]") >= 3, "all attempts after the second one, on rank 0 at least"
-    assert "two attempts have failed in the same way after step 5" in done.stderr
 
 
 @pytest.mark.slow
@@ -265,8 +252,6 @@ def test_machine_that_joins_torchrun_resumes_the_run(tmp_path: Path) -> None:
     assert counts == [*"1234", *"45678"]
     found = report(tmp_path)
     assert (found["count"], found["lost_steps"]) == (1, 1)
-    (memory,) = {path.read_text() for path in tmp_path.glob("hf_fsdp_*/*/run.json")}
-    assert "none-" in memory, "both machines remember the id of the first one"
 
 
 @pytest.mark.slow

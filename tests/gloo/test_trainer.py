@@ -395,40 +395,6 @@ def test_trainer_counts_whole_parameters(two_ranks: Ranks, tmp_path: Path, versi
     assert run["counts"] == [run["expected"]] * 2
 
 
-def train_with_groups_by_dimensions(output_dir: str, evaluates: bool, **arguments: Any) -> list[list[int]]:
-    """Train one step with groups of matrices and vectors. Returns the numbers of dimensions of their members."""
-    groups: list[list[int]] = []
-
-    class GroupingTrainer(hfp.FsdpTrainer):
-        def create_optimizer(self, model: Any = None) -> Any:
-            parameters = [p for p in self.model.parameters() if p.requires_grad]
-            matrices = [p for p in parameters if p.ndim >= 2]
-            vectors = [p for p in parameters if p.dim() < 2]
-            groups.extend(sorted({p.ndim for p in group}) for group in (matrices, vectors))
-            groups.append([len(matrices), len(vectors)])
-            self.optimizer = torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}])
-            return self.optimizer
-
-    trainer = make_trainer(output_dir, max_steps=1, trainer_class=GroupingTrainer, **arguments)
-    if evaluates:
-        trainer.evaluate()
-    trainer.train()
-    groups.append([len(group["params"]) for group in trainer.optimizer.param_groups])
-    return groups
-
-
-@pytest.mark.parametrize("evaluates", [False, True])
-@pytest.mark.parametrize("version", [1, 2])
-def test_optimizer_is_created_with_original_shapes(
-    two_ranks: Ranks, tmp_path: Path, version: int, evaluates: bool
-) -> None:
-    run = two_ranks.run(train_with_groups_by_dimensions, str(tmp_path), evaluates, **settings(version))[0]
-    matrices, vectors, created, trained = run
-    assert (matrices, vectors) == ([2], [1])
-    assert created == trained
-    assert min(created) > 0
-
-
 def _settings_of(report: dict[str, Any]) -> dict[str, Any]:
     errors = [problem["code"] for problem in report["problems"] if problem["severity"] == "error"]
     return {"settings": {row["setting"]: row for row in report["settings"]}, "errors": errors}

@@ -31,7 +31,6 @@ NOT_RUN: dict[str, str] = {
     r"hf-fsdp convert run/checkpoint-": "needs a checkpoint of DeepSpeed: tests/unit/cli/test_convert.py",
     r"hf-fsdp merge run/checkpoint-3-fsdp ": "needs a checkpoint of DeepSpeed: tests/gloo/test_deepspeed.py",
     r"hf-fsdp check .*--run": RANKS,
-    r"hf-fsdp migrate .*--prove": RANKS,
     r"(\S*/)?torchrun ": RANKS,
     r"(\S*/)?accelerate launch": RANKS,
     r"srun ": "needs Slurm",
@@ -95,15 +94,12 @@ FILES = {
 SITUATIONS: dict[str, dict[str, str | bytes]] = {
     "FSDP-E004": {"model.safetensors": b"0" * (2 << 20)},
     "FSDP-E005": {"fsdp16.yaml": FSDP.encode("utf-16")},
-    "FSDP-E075": {"evaluate.sh": "python evaluate.py --batch_size 4\n"},
     "FSDP-E481": {"model/notes.txt": "notes"},
     "FSDP-E487": {"run/checkpoint-20/fsdp_manifest.json": ""},
     "FSDP-E497": {f"run/checkpoint-{step}/pytorch_model_fsdp_0/__0_0.distcp": "" for step in (10, 20)},
     "FSDP-E498": {"run/checkpoint-20/trainer_state.json": '{"global_step": 20}'.ljust(65)},
     "FSDP-E720": {"llama/config.json": json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}})},
     "FSDP-E813": {"llama/config.json": json.dumps({**LLAMA, **THREE_HEADS})},
-    "FSDP-E833": {"plan.html": "pictures"},
-    "FSDP-E735": {"ds_zero3.json": json.dumps({"zero_optimization": {"stage": 3}})},
     "FSDP-E736": {"single.yaml": "distributed_type: 'NO'\n"},
     "FSDP-E766": {"axolotl.yaml": (GOOD / "axolotl_fsdp1.yaml").read_text()},
     "docs/dialects.md": {

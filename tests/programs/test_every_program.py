@@ -25,7 +25,6 @@ RUN: dict[str, str] = {
     "scripts/bench/all.sh": "--list",
     "scripts/bench/__main__.py": "--list",
     "scripts/bench/gpu_checks/predict.py": "hidden=32,seq=16 cpu 0",
-    "scripts/bench/measure/command_start.py": "--rounds 1 --out {folder}/out.json",
     "scripts/bench/measure/layer_classes.py": "--only bert --out {folder}/out.json",
     "scripts/bench/measure/public_configs.py": "--every 20 --out {folder}/out.json",
     "scripts/bench/tables/compare.py": "docs/results/merge.json docs/results/merge.json",

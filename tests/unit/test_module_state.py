@@ -15,12 +15,11 @@ PACKAGE: Final = Path(hf_fsdp_plugin.__file__).parent
 _FILE = "a file of the package"
 _INSTALLED = "an installed library or Python"
 CACHES: Final = {
+    "contracts.py: _read_table": _FILE,
     "checkpoint/shards.py: replica_of_ranks": "its arguments",
     "checkpoint/writing/dcp_files.py: _frame": "its arguments and the installed torch",
     "hangs/python_stacks.py: _library_roots": _INSTALLED,
     "integrations/patching.py: _replacement": "a function of the package",
-    "integrations/transformers/arguments.py: _with_old_fields": "its argument",
-    "torch_private/fsdp2.py: installed_behavior": _INSTALLED,
     "tools/convert/dialects/interface.py: load_table": _FILE,
     "tools/convert/dialects/interface.py: load_yaml": _FILE,
     "tools/convert/dialects/shell_script.py: _programs": _FILE,
@@ -35,17 +34,14 @@ CACHES: Final = {
 """Cached functions of modules -> what alone decides their result."""
 ATTRIBUTES: Final = {
     "state.py": "the state of an object",
-    "backends/optimizers/parameters.py": "a parameter that is replicated",
     "backends/ranks/agreement.py": "an exception that all ranks have",
     "backends/sharding/forwards.py": "a unit with the dtype of its inputs, which a compiled forward reads",
-    "backends/sharding/script_access.py": "a method of this package, and a gathered tensor with hooks",
+    "backends/sharding/script_access.py": "a method of this package",
     "checkpoint/writing/file_parts.py": "a tensor of this package whose memory is pinned",
     "integrations/accelerate/plugin.py": "the arguments of a plugin, which its copies have, too",
-    "integrations/patching.py": "a class that overrides hooked methods",
     "integrations/transformers/private.py": "a mark of Transformers that is hidden for a call",
     "spec/load.py": "a config that was made from a spec",
     "torch_private/fsdp2.py": "a hook of this package",
-    "torch_private/functions.py": "a method of this package",
     "torch_private/modules.py": "a unit with its name",
 }
 """Modules that give an object of the user or of a library an attribute -> what it marks. A model has only its state."""
@@ -53,7 +49,7 @@ UNCHANGED: Final = frozenset({
     *("bytes", "float", "frozenset", "fromkeys", "getattr", "int", "len", "range", "sorted", "str", "sum", "tuple"),
     *("MappingProxyType", "ParamSpec", "Path", "Struct", "TypeVar", "attrgetter", "compile", "get_args", "getLogger"),
     *("join", "load", "load_all", "maketrans", "partial", "read_text", "safe_load", "timedelta", "with_name"),
-    *("_integer", "_replace_if", "contracts_of", "import_target", "owns", "safetensors_file"),
+    *("_integer", "_replace_if", "contracts_of", "contracts_in", "import_target", "owns", "safetensors_file"),
 })  # fmt: skip
 """Functions of Python, libraries and this package whose results are not changed."""
 CHANGING: Final = frozenset(

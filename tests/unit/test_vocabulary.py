@@ -61,8 +61,8 @@ UNREAD = {
     "launch.main_training_function": "ignored: the plugin does not start TPUs",
 }
 VALUES = {
-    "bool": (True, False), "integer": (3,), "count": (3,), "size": (3,), "names": ("A",), "pattern": ("a.*",),
-    "address": ("10.0.0.1",), "devices": ("0",), "identifier": ("other",), "mapping": ({"a": 1},), "any": ("x",),
+    "bool": (True, False), "integer": (3,), "count": (3,), "size": (3,), "names": ("A",), "text": ("a.*",),
+    "devices": ("0",), "mapping": ({"a": 1},), "any": ("x",),
     "reshard": (True, False), "one": (2,), "flag": (True,), "options": ("no_shard",),
 }  # fmt: skip
 

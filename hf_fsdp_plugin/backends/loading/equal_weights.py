@@ -45,11 +45,8 @@ _MASK = (1 << 62) - 1
 _NO_VIEW = 0
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> the integer type with the same size."""
-SUM_MODULUS = 1 << 32
-"""Sums of bits are modulo this number: torch adds 4-byte integers to 4 bytes without a copy, but not to 8 bytes."""
-_ADDED = 1 << 17
-_ADDED_ON_ACCELERATOR = 1 << 24
-"""Number of elements that are added at a time. If they have less than 4 bytes, torch makes a copy with 4 bytes each."""
+_ADDED = 1 << 24
+"""Number of elements that are added at a time: torch makes a copy of them with 8 bytes each."""
 
 
 class MappedFiles:
@@ -182,30 +179,6 @@ def _equal_on_all_ranks(values: Sequence[int], device: torch.device) -> list[boo
     return [highest == -lowest != _NO_VIEW for highest, lowest in zip(*extremes.tolist(), strict=True)]
 
 
-def sum_bits(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
-    """Return the sum of the tensors' elements, read as integers, modulo 2**32; ``None`` if there are none to read.
-
-    The sums of the parts of a tensor add up to the sum of the tensor. The result is on the device of the tensors.
-    """
-    total = None
-    for tensor in tensors:
-        tensor = tensor.detach()
-        if type(tensor) is not torch.Tensor or tensor.element_size() not in INTEGERS or tensor.is_meta:
-            return None
-        added = _sum(tensor.contiguous().view(-1).view(INTEGERS[tensor.element_size()]))
-        total = added if total is None else total + added.to(total.device)
-    return total
-
-
-def _sum(integers: torch.Tensor) -> torch.Tensor:
-    # torch makes a copy if the sum has another type. On the CPU a small one stays in the processor's cache, and leaves
-    # no hole between the shards in memory. numpy needs none, but FSDP1 cannot resize a storage that numpy has seen.
-    size = _ADDED if integers.device.type == "cpu" else _ADDED_ON_ACCELERATOR
-    dtype = torch.int64 if integers.dtype == torch.int64 else torch.int32
-    sums = torch.stack([part.sum(dtype=dtype) for part in integers.split(size)])
-    return sums.sum(dtype=torch.int64) % SUM_MODULUS
-
-
 def hash_bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return a hash of a tensor's bits as an int64 scalar on its device; the sum of its bits if that has no kernel."""
     tensor = tensor.detach()
@@ -216,7 +189,8 @@ def hash_bits(tensor: torch.Tensor) -> torch.Tensor:
     try:
         return torch.hash_tensor(tensor).view(torch.int64)
     except NotImplementedError:  # torch 2.13 has kernels for CPU and CUDA
-        return _sum(tensor.reshape(-1))
+        parts = [part.sum(dtype=torch.int64) for part in tensor.reshape(-1).split(_ADDED)]
+        return torch.stack(parts).sum()
 
 
 def read_together(tensors: Mapping[Any, torch.Tensor]) -> dict[Any, Any]:

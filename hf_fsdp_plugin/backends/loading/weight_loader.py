@@ -11,7 +11,7 @@ device type.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,15 +23,12 @@ from hf_fsdp_plugin.backends.loading import equal_weights
 from hf_fsdp_plugin.backends.optimizers.parameters import average_gradient
 from hf_fsdp_plugin.backends.ranks.agreement import same_on_all_ranks
 from hf_fsdp_plugin.backends.torch_types import PinnedWindows, copy_to_device
-from hf_fsdp_plugin.messages import progress_bar
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, UnitPlan, torch_dtype
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.torch_private.modules import buffers as own_buffers
 from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
 from hf_fsdp_plugin.torch_private.modules import registrations
 
-PROGRESS_DELAY = 2.0
-"""Seconds until the progress bar appears. Most models are sharded sooner."""
 _PACKS_ON_CPU = "support_avx512bf16_for_cpu"
 """Attribute of ``Linear4bit``: whether an evaluation on a CPU repacks the weight in place."""
 
@@ -49,9 +46,6 @@ class BroadcastRecord:
             files.
         before: which memory the parameters of this rank were in before the broadcast.
         checksum: checksum of the bits of all tensors. Equal on all ranks if all received the same weights.
-        bit_sum: sum of the bits of the parameters of all units just before they were sharded, without those that every
-            rank took from a file; ``None`` if unknown. It is modulo 2**32, as the next one.
-        shard_bit_sum: sum of the bits of the shards that this rank took from whole weights; ``None`` if unknown.
     """
 
     num_tensors: int = 0
@@ -59,8 +53,6 @@ class BroadcastRecord:
     num_from_files: int = 0
     before: equal_weights.ParameterMemory | None = None
     checksum: Any = 0
-    bit_sum: Any = 0
-    shard_bit_sum: Any = 0
 
     def add(self, tensor: torch.Tensor) -> None:
         self.num_tensors += 1
@@ -69,28 +61,13 @@ class BroadcastRecord:
             self.checksum = equal_weights.hash_bits(tensor) ^ (self.checksum << 1) ^ (self.checksum >> 63 & 1)
 
     def read(self) -> BroadcastRecord:
-        """Return the record with its checksum and sums as numbers. The host waits for the device."""
-        sums = [None if total is None else int(total) for total in (self.bit_sum, self.shard_bit_sum)]
-        return replace(self, checksum=int(self.checksum), bit_sum=sums[0], shard_bit_sum=sums[1])
-
-
-def _added(total: Any, tensors: Iterable[torch.Tensor]) -> Any:
-    added = equal_weights.sum_bits(tensors)
-    return None if total is None or added is None else total + added
+        """Return the record with its checksum as a number. The host waits for the device."""
+        return replace(self, checksum=int(self.checksum))
 
 
 def broadcasts_weights(plan: FsdpPlan) -> bool:
     """Whether all ranks get rank 0's weights and buffers."""
     return plan.ram_efficient or plan.sync_module_states
-
-
-def with_progress(units: Sequence[UnitPlan], model: nn.Module) -> Iterator[UnitPlan]:
-    """Yield the units of a model that is sharded in the loop. Shows how many bytes are done, and their rate."""
-    sizes = [sum(model.get_parameter(name).nbytes for name in unit.parameters) for unit in units]
-    with progress_bar("sharding", sum(sizes), delay=PROGRESS_DELAY) as update:
-        for unit, size in zip(units, sizes, strict=True):
-            yield unit
-            update(size)
 
 
 class WeightLoader:
@@ -142,13 +119,11 @@ class WeightLoader:
             The parameters that were left.
         """
         parameters = self._prepare_parameters(unit.parameters, on_read)
-        prepared = [parameter for parameter in parameters if id(parameter) not in on_read]
-        for parameter in prepared:  # the optimizer updates the shards: in bf16, small updates would be lost
+        # The optimizer updates the shards: in bf16, small updates would be lost.
+        for parameter in (each for each in parameters if id(each) not in on_read):
             dtype = self._plan.precision.stored_dtype(parameter)
             if parameter.dtype != dtype:
                 parameter.data = parameter.data.to(dtype)
-        if prepared and broadcasts_weights(self._plan):
-            self.record.bit_sum = _added(self.record.bit_sum, prepared)
         return [parameter for parameter in parameters if id(parameter) in on_read]
 
     def prepare_ignored(self) -> list[nn.Parameter]:
@@ -173,13 +148,11 @@ class WeightLoader:
         return is_own and equal_weights.is_plain_on_cpu(parameter) and parameter.is_contiguous()
 
     def copy_part(self, into: torch.Tensor, part: torch.Tensor) -> None:
-        """Copy this rank's part of a parameter, cast it, and record its bits."""
+        """Copy this rank's part of a parameter, and cast it."""
         if into.device.type != "cpu" and part.device.type == "cpu":
             self._windows.copy(into, part)
         else:
             into.copy_(part)
-        if broadcasts_weights(self._plan):
-            self.record.shard_bit_sum = _added(self.record.shard_bit_sum, [into])
 
     def _prepare_parameters(self, names: Iterable[str], on_read: Collection[int] = ()) -> list[nn.Parameter]:
         """Allocate and broadcast the named parameters as planned. Returns each once, in the same order on all ranks."""

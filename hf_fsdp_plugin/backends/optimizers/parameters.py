@@ -3,9 +3,6 @@
 An optimizer that keeps the unsharded parameters updates tensors that the model no longer uses: the loss does not
 change.
 
-Parameters of loss functions are replicated: whole on every rank, with gradients that are averaged over the ranks, as in
-DDP. The module of a loss function contains the model, so it cannot be sharded as a model of its own.
-
 Steps of some optimizers run on plain tensors instead of FSDP2's DTensors:
 
 ``local``: on this rank's shards. Their memory is shared with the parameters.
@@ -22,9 +19,9 @@ State tensors of a subclass (torchao's quantized state) are created by a functio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -41,8 +38,6 @@ from hf_fsdp_plugin.state import parts_of, process
 from hf_fsdp_plugin.torch_private.fsdp1 import flat_units, names_in, original_parameters
 from hf_fsdp_plugin.torch_private.modules import local_tensor
 
-_REPLICATED: Final = "_hf_fsdp_replicated"
-"""Attribute that marks a replicated parameter."""
 StepMode = Literal["unchanged", "local", "whole"]
 StateFactory = Callable[[Optimizer, torch.Tensor, str], torch.Tensor]
 """(optimizer, parameter, key) -> a new state tensor, as the optimizer creates it in its first step."""
@@ -74,20 +69,10 @@ class DetachedOptimizer:
     Attributes:
         groups: the canonical names of the model's parameters, and the parameters of other models, in the order of the
             group.
-        initial: canonical name -> the state that the optimizer has before its first step.
     """
 
     optimizer: Optimizer
     groups: tuple[tuple[str | nn.Parameter, ...], ...]
-    initial: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class _Filled:
-    """An initial state tensor with the shape of its parameter, and one value for all elements."""
-
-    value: float
-    dtype: torch.dtype
 
 
 def detach_optimizers(optimizers: Iterable[Optimizer], model: nn.Module) -> list[DetachedOptimizer]:
@@ -103,8 +88,7 @@ def detach_optimizers(optimizers: Iterable[Optimizer], model: nn.Module) -> list
     for optimizer in optimizers:
         if not has_parameters_of(model, optimizer):
             continue
-        initial = _initial_state(optimizer)
-        if initial is None:
+        if has_stepped(optimizer):
             name = type(optimizer).__name__
             message = f"{name} has stepped before sharding: its state belongs to unsharded parameters."
             fix = "Prepare the model before the first step, and load the optimizer's state afterwards."
@@ -114,46 +98,19 @@ def detach_optimizers(optimizers: Iterable[Optimizer], model: nn.Module) -> list
             group["params"] = [parameter for parameter in group["params"] if id(parameter) not in names]
         for own in [parameter for parameter in optimizer.state if id(parameter) in names]:
             del optimizer.state[own]
-        by_name = {names[id(parameter)]: state for parameter, state in initial.items() if id(parameter) in names}
-        detached.append(DetachedOptimizer(optimizer=optimizer, groups=groups, initial=by_name))
+        detached.append(DetachedOptimizer(optimizer=optimizer, groups=groups))
     return detached
 
 
 def has_stepped(optimizer: Optimizer) -> bool:
-    """Whether the optimizer has state that it had not before its first step."""
-    return _initial_state(optimizer) is None
+    """Whether the optimizer has state that it had not before its first step.
 
-
-def _initial_state(optimizer: Optimizer) -> dict[torch.Tensor, dict[str, Any]] | None:
-    """Return the state of an optimizer before its first step; ``None`` if it has stepped.
-
-    Some optimizers create state in the constructor (Adagrad), or empty entries (schedule-free ones in ``train()``).
+    Adagrad creates its state in the constructor, and schedule-free optimizers create empty entries in ``train()``.
     """
-    initial: dict[torch.Tensor, dict[str, Any]] = {}
-    for parameter, state in optimizer.state.items():
-        if not isinstance(state, dict):
-            return None
-        for key, value in state.items():
-            if key == "step":
-                if float(value) != 0:
-                    return None
-            elif isinstance(value, torch.Tensor):
-                value = _filled(value, parameter.shape, optimizer)
-                if value is None:
-                    return None
-            initial.setdefault(parameter, {})[key] = value
-    return initial
-
-
-def _filled(value: torch.Tensor, shape: torch.Size, optimizer: Optimizer) -> _Filled | None:
-    """Return how to create a state tensor again; ``None`` if its elements differ."""
-    if value.shape != shape:
-        return None
-    local = value.to_local() if isinstance(value, DTensor) else value
-    if local.is_meta or not local.numel():  # Adagrad's default, for a rank that has no elements to read
-        return _Filled(float(optimizer.defaults.get("initial_accumulator_value", 0.0)), value.dtype)
-    first = local.reshape(-1)[0]
-    return _Filled(float(first), value.dtype) if bool((local == first).all()) else None
+    states = [state for state in optimizer.state.values() if state]
+    if isinstance(optimizer, torch.optim.Adagrad):
+        return any(float(state["step"]) for state in states)
+    return bool(states)
 
 
 def attach_optimizers(detached: Iterable[DetachedOptimizer], model: nn.Module) -> None:
@@ -176,8 +133,8 @@ def attach_optimizers(detached: Iterable[DetachedOptimizer], model: nn.Module) -
                     raise SpecError([Problem(code="FSDP-E306", setting="params.use_orig", message=message, fix=fix)])
                 parameters[id(parameter)] = parameter
             group["params"] = list(parameters.values())
-        for name, state in item.initial.items():
-            item.optimizer.state[found[name]] = {key: _create(value, found[name]) for key, value in state.items()}
+        if isinstance(item.optimizer, torch.optim.Adagrad):
+            _create_state_of_adagrad(item.optimizer)
         _adaptation(item.optimizer).is_attached = True
 
 
@@ -202,11 +159,13 @@ def check_groups(optimizer: Optimizer, model: nn.Module) -> Problem | None:
     return Problem(code="FSDP-W328", message=message, fix=f"{fix}Groups by names are right: ignore this for them.")
 
 
-def _create(value: Any, parameter: nn.Parameter) -> Any:
-    """Return an initial state value for a sharded parameter."""
-    if isinstance(value, _Filled):
-        return torch.full_like(parameter.detach(), value.value, dtype=value.dtype)
-    return value.clone() if isinstance(value, torch.Tensor) else value
+def _create_state_of_adagrad(optimizer: torch.optim.Adagrad) -> None:
+    """Create the state of new parameters, as the constructor does."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in optimizer.state:
+                total = torch.full_like(parameter.detach(), group["initial_accumulator_value"])
+                optimizer.state[parameter] = {"step": torch.tensor(0.0), "sum": total}
 
 
 def _sharded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -221,9 +180,9 @@ def _sharded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def foreign_parameters(optimizer: Optimizer, models: Sequence[nn.Module]) -> int:
-    """Return the number of the optimizer's parameters that are in none of the models, without replicated ones."""
+    """Return the number of the optimizer's parameters that are in none of the models."""
     own = {id(p) for model in models for p in model.parameters()}
-    return sum(id(p) not in own and not is_replicated(p) for p in parameters_in(optimizer))
+    return sum(id(p) not in own for p in parameters_in(optimizer))
 
 
 def parameters_in(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -238,7 +197,7 @@ def has_parameters_of(model: nn.Module, optimizer: Optimizer) -> bool:
 
 
 class JointModels(nn.ModuleDict):
-    """Several models whose parameters one optimizer has, named ``model_0`` and so on, and its replicated parameters.
+    """Several models whose parameters one optimizer has, named ``model_0`` and so on.
 
     The names in the optimizer's state begin with the names of the models.
     """
@@ -247,28 +206,7 @@ class JointModels(nn.ModuleDict):
 def owner_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module | None:
     """Return the model whose parameters an optimizer has: :class:`JointModels` for several, ``None`` for none."""
     owners = {f"model_{i}": model for i, model in enumerate(models) if has_parameters_of(model, optimizer)}
-    if replicated := list(filter(is_replicated, parameters_in(optimizer))):
-        owners["loss"] = nn.ParameterList(replicated)
     return JointModels(owners) if len(owners) > 1 else next(iter(owners.values()), None)
-
-
-def replicate_parameters(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
-    """Give all ranks the values of rank 0, and average the gradients in backward. Collective.
-
-    Parameters that are replicated already are left unchanged.
-    """
-    for parameter in parameters:
-        if not is_replicated(parameter):
-            parameter.data = parameter.data.to(device)
-            dist.broadcast(parameter.data, src=0)
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(average_gradient)
-            setattr(parameter, _REPLICATED, True)
-
-
-def is_replicated(parameter: torch.Tensor) -> bool:
-    """Return whether :func:`replicate_parameters` was called for a parameter."""
-    return getattr(parameter, _REPLICATED, False)
 
 
 def average_gradient(parameter: torch.Tensor) -> None:

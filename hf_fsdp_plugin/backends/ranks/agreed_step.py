@@ -2,6 +2,7 @@
 
 Until it is asked for, no rank waits: a thread of each rank looks for the request in the store of the process group. It
 answers with the step in which its rank is, and the highest of these steps is the agreed one. No rank has ended it.
+After that step, a next round begins, with keys of its own in the store.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
@@ -33,22 +35,31 @@ class AgreedStep:
 
     Args:
         step: the step that comes next.
+        find_reason: called by the thread of each rank between two looks. Returns why the ranks are asked, or ``""``.
+
+    Attributes:
+        reason: the reason of the rank that was first to ask for the step that was reached last.
     """
 
-    def __init__(self, step: int) -> None:
-        name = broadcast_object(f"hf_fsdp_agreed_step_{uuid.uuid4().hex}")
-        self._store = dist.PrefixStore(name, default_store())
+    def __init__(self, step: int, find_reason: Callable[[], str] = lambda: "") -> None:
+        self.reason = ""
+        self._name = broadcast_object(f"hf_fsdp_agreed_step_{uuid.uuid4().hex}")
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._step, self._agreed = step, 0
-        self._has_answered = False
+        self._step, self._round, self._find_reason = step, 0, find_reason
         self._lock = threading.Lock()
         self._closed = threading.Event()
+        self._begin_round()
         self._thread = threading.Thread(target=self._look, name="hf_fsdp_agreed_step", daemon=True)
         self._thread.start()
 
-    def ask(self) -> None:
+    def _begin_round(self) -> None:
+        self._round += 1
+        self._store = dist.PrefixStore(f"{self._name}_{self._round}", default_store())
+        self._agreed, self._has_answered = 0, False
+
+    def ask(self, reason: str = "asked") -> None:
         """Ask all ranks for a step. Can be called on any rank, from any thread, and more than once."""
-        self._store.set("asked", "1")
+        self._store.compare_set("asked", "", reason)  # the first reason stays
 
     def is_reached(self, step: int) -> bool:
         """Return whether ``step``, which this rank has ended, is the agreed one. Called after each step.
@@ -61,7 +72,12 @@ class AgreedStep:
                 self._step = step + 1
                 return False
         self._agreed = self._agreed or self._highest_step()
-        return step == self._agreed
+        if step != self._agreed:
+            return False
+        with self._lock:
+            self.reason, self._step = self._store.get("asked").decode(), step + 1
+            self._begin_round()
+        return True
 
     def close(self) -> None:
         """Answer requests that other ranks may still make with the last step, and stop looking for them."""
@@ -73,10 +89,12 @@ class AgreedStep:
     def _look(self) -> None:
         with suppress(RuntimeError):
             while not self._closed.wait(max(_PAUSE, self._world_size * _LOOK_COST)):
-                if self._store.check(["asked"]):
-                    with self._lock:  # answered before the training waits, because both use one connection
+                reason = self._find_reason()
+                with self._lock:  # answered before the training waits, because both use one connection
+                    if reason:
+                        self.ask(reason)
+                    if not self._has_answered and self._store.check(["asked"]):
                         self._answer()
-                    return
 
     def _answer(self) -> None:
         if not self._has_answered:

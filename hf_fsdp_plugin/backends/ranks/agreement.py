@@ -24,10 +24,6 @@ sends a constant number of messages per call; only the rank that ends a round se
     <n>/result          JSON: the rank that has ended the round, its call, the missing ranks and their other calls
     left                set if a rank has ended its script
     left/rank<r>        set if rank r has
-
-A rank that fails to load a model announces its error in the store, too (:class:`LoadFailures`), and all ranks with the
-same error meet in a round. Ranks that have loaded the model, such as from another copy of the files, raise the error
-when they prepare the model. A rank is not waited for while it loads: a script may load the model on some ranks only.
 """
 
 from __future__ import annotations
@@ -35,19 +31,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem, SpecError
+from hf_fsdp_plugin.problems import CheckpointError, Problem, SpecError
 from hf_fsdp_plugin.state import process
 from hf_fsdp_plugin.text import format_names, name_ranks
 from hf_fsdp_plugin.torch_private.functions import default_store, supports_cpu
@@ -55,8 +50,6 @@ from hf_fsdp_plugin.torch_private.functions import default_store, supports_cpu
 T = TypeVar("T")
 _SHORT = 64
 """Maximum length of a text that is exchanged instead of its hash."""
-_MAX_DISTINCT = 8
-"""Maximum number of different objects that are broadcast one after the other."""
 _Failure = tuple[str, str, tuple[Problem, ...]]
 """Class and message of an exception, and the problems of a :class:`SpecError`."""
 _AGREED = "_hf_fsdp_agreed"
@@ -72,22 +65,6 @@ def gather_objects(own: T) -> list[T]:
     return objects
 
 
-def gather_equal_objects(own: T) -> list[T]:
-    """Return the object of every rank, in rank order, where most ranks have equal objects. Collective.
-
-    The ranks exchange hashes. Each different object is sent once, so that the bytes do not grow with the square of the
-    ranks. Ranks with equal objects share one.
-    """
-    if not dist.is_initialized():
-        return [own]
-    hashes = gather_objects(_hash(pickle.dumps(own)))
-    first = {found: hashes.index(found) for found in dict.fromkeys(hashes)}
-    if len(first) > _MAX_DISTINCT:
-        return gather_objects(own)
-    objects = {found: broadcast_object(own, rank) if len(first) > 1 else own for found, rank in first.items()}
-    return [objects[found] for found in hashes]
-
-
 def broadcast_object(own: T, source: int = 0) -> T:
     """Return the object of the rank ``source``. Collective."""
     if not dist.is_initialized():
@@ -95,10 +72,6 @@ def broadcast_object(own: T, source: int = 0) -> T:
     objects = [own]
     dist.broadcast_object_list(objects, src=source)
     return objects[0]
-
-
-def _hash(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def same_on_all_ranks(what: str, value: str) -> None:
@@ -109,7 +82,7 @@ def same_on_all_ranks(what: str, value: str) -> None:
     Raises:
         SpecError: on all ranks, if any value differs.
     """
-    values = gather_objects(value if len(value) <= _SHORT else _hash(value.encode()).hex())
+    values = gather_objects(value if len(value) <= _SHORT else hashlib.sha256(value.encode()).hexdigest())
     different = [rank for rank, other in enumerate(values) if other != values[0]]
     if different:
         message = f"{what} is not the same on all ranks. Ranks that differ from rank 0: {format_names(different)}."
@@ -135,13 +108,11 @@ def on_all_ranks(doing: str) -> Iterator[None]:
         if getattr(error, _AGREED, False):
             raise
         failure = error
-    if not _any_rank_failed(failure is not None):
+    if not any_rank(failure is not None):  # almost all blocks succeed
         return
     own = None if failure is None else (type(failure).__name__, str(failure), getattr(failure, "problems", ()))
     failures: list[_Failure | None] = gather_objects(own)
     failed = {rank: other for rank, other in enumerate(failures) if other is not None}
-    if not failed:
-        return  # ranks whose process group has no collectives of CPU tensors
     if failure is not None and len(set(failures)) == 1:
         setattr(failure, _AGREED, True)
         raise failure
@@ -155,18 +126,17 @@ def on_all_ranks(doing: str) -> Iterator[None]:
     raise agreed from failure
 
 
-def _any_rank_failed(failed: bool) -> bool:
-    """Return whether the block may have failed on any rank. Collective.
+def any_rank(flag: bool) -> bool:
+    """Return whether the flag is set on any rank. Collective.
 
-    Almost all blocks succeed. For one number, each rank sends two messages of gloo, for an object of each rank four per
-    rank of the world. Without a process group for CPU tensors, the objects are exchanged at once.
+    For one number, each rank sends two messages of gloo, for an object of each rank four per rank of the world.
     """
     group = dist.group.WORLD
     if group is None or not supports_cpu(group):
-        return True
-    flag = torch.tensor([failed], dtype=torch.int32, device="cpu")  # whatever the default device is
-    dist.all_reduce(flag, dist.ReduceOp.MAX)
-    return bool(flag)
+        return any(gather_objects(flag))
+    flags = torch.tensor([flag], dtype=torch.int32, device="cpu")  # whatever the default device is
+    dist.all_reduce(flags, dist.ReduceOp.MAX)
+    return bool(flags)
 
 
 ON_ALL_RANKS: Final = "Call it on all ranks, outside of `if accelerator.is_main_process:`."
@@ -183,12 +153,8 @@ PREPARATION_SHARE: Final = 0.9
 """Part of the process group's time-out for preparing a model, before which ranks load models and preprocess data."""
 LEFT: Final = "left"
 """Key that a rank adds to the store at the end of its script, and its "call" in a round. It makes no call any more."""
-_STEPPED: Final = "stepped"
-"""Key that a rank adds to the store at its first optimizer step."""
 _SETTLE: Final = 3.0
-"""Seconds in which further ranks may arrive at a round that fails: at another call, or with the same error."""
-_RECOVERY: Final = 5.0
-"""Seconds that other ranks wait for a rank that could not load a model to continue, for example with another folder."""
+"""Seconds in which further ranks may arrive at a round that fails: at another call."""
 _LONGEST_PAUSE: Final = 0.25
 """Seconds between two questions to the store. The pauses grow with the time waited."""
 _PAUSE_PER_RANK: Final = 1e-3 / 16
@@ -198,23 +164,6 @@ _PAUSE_PER_RANK: Final = 1e-3 / 16
 def arrival_store() -> dist.Store:
     """Return the part of the process group's store in which the rounds are."""
     return dist.PrefixStore("hf_fsdp_arrivals", default_store())
-
-
-def place_store(store: dist.Store | None = None) -> dist.Store:
-    """Return the part of the store in which ranks that make no progress write where they are: JSON with ``place``.
-
-    Args:
-        store: a clone of the store of the process group, which is the default.
-    """
-    return dist.PrefixStore("hf_fsdp_places", default_store() if store is None else store)
-
-
-def place_key(rank: int) -> str:
-    return f"rank{rank}"
-
-
-def _never() -> bool:
-    return False
 
 
 def _has_other_ranks() -> bool:
@@ -265,16 +214,13 @@ wait_listener = process.owns(WaitListener)
 """Return the listener of this process."""
 
 
-def wait_for_all_ranks(
-    call: str, *, fix: str = ON_ALL_RANKS, limit: float = DEFAULT_LIMIT, given_up: Callable[[], bool] = _never
-) -> None:
+def wait_for_all_ranks(call: str, *, fix: str = ON_ALL_RANKS, limit: float = DEFAULT_LIMIT) -> None:
     """Wait until every rank has called this function with the same ``call``.
 
     Args:
         call: the collective call for messages, such as ``save_pretrained of LlamaForCausalLM``.
         fix: what to write instead of a call on some ranks.
         limit: seconds to wait, unless the environment variable sets another limit.
-        given_up: returns whether some rank will not make the call, so that waiting for it is useless.
 
     Raises:
         SpecError: on each rank that waited, if some ranks did not arrive in time. It names these ranks.
@@ -284,7 +230,7 @@ def wait_for_all_ranks(
     limit = arrival_limit(limit)
     wait_listener().notify(call)
     try:
-        missing = Round(arrival_store(), call).join(limit, given_up)
+        missing = Round(arrival_store(), call).join(limit)
     finally:
         wait_listener().notify(None)
     if missing:
@@ -296,14 +242,12 @@ def wait_for_all_ranks(
 
 
 @contextmanager
-def collective_call(
-    call: str, *, fix: str = ON_ALL_RANKS, limit: float = DEFAULT_LIMIT, given_up: Callable[[], bool] = _never
-) -> Iterator[None]:
+def collective_call(call: str, *, fix: str = ON_ALL_RANKS, limit: float = DEFAULT_LIMIT) -> Iterator[None]:
     """Run the block, which contains collectives, after :func:`wait_for_all_ranks`. Inner blocks do not wait again."""
     nesting = _nesting()
     is_outermost = not nesting.is_inside
     if is_outermost:
-        wait_for_all_ranks(call, fix=fix, limit=limit, given_up=given_up)
+        wait_for_all_ranks(call, fix=fix, limit=limit)
     nesting.is_inside = True
     try:
         yield
@@ -312,11 +256,8 @@ def collective_call(
 
 
 def collective_preparation(call: str, *, fix: str = ON_ALL_RANKS) -> AbstractContextManager[None]:
-    """Return a :func:`collective_call` for what ranks call after they have loaded a model, each at its own time.
-
-    The wait ends when a rank has announced that it could not load the model (:class:`LoadFailures`).
-    """
-    return collective_call(call, fix=fix, limit=preparation_limit(), given_up=load_failures().raise_announced)
+    """Return a :func:`collective_call` for what ranks call after they have loaded a model, each at its own time."""
+    return collective_call(call, fix=fix, limit=preparation_limit())
 
 
 class _Nesting(threading.local):
@@ -337,68 +278,20 @@ class FirstCalls:
     def __init__(self) -> None:
         self._checked: set[str] = set()
 
-    def wait(self, call: str, *, fix: str, limit: float = TRAINING_LIMIT, before_step: bool = False) -> None:
-        """Wait for all ranks as :func:`wait_for_all_ranks` does, if it is the first call with this name.
-
-        Args:
-            before_step: whether all ranks make the call before their first optimizer step. A rank that has made a step
-                will then not make the call, so the others do not wait for it any longer.
-        """
-        if call in self._checked or not _has_other_ranks() or _nesting().is_inside:
-            return
-        watches = before_step and not first_step().is_made
-        given_up = (lambda: bool(arrival_store().check([_STEPPED]))) if watches else _never
-        wait_for_all_ranks(call, fix=fix, limit=limit, given_up=given_up)
-        self._checked.add(call)
-
-
-class FirstStepAnnouncer:
-    """Announces the first optimizer step of this process.
-
-    Attributes:
-        is_made: whether it was made.
-    """
-
-    def __init__(self) -> None:
-        self.is_made = False
-
-    def announce(self) -> None:
-        """Announce a step, if it is the first one."""
-        if not self.is_made:
-            self.is_made = True
-            if _has_other_ranks():
-                arrival_store().set(_STEPPED, "1")
-
-    def close(self) -> None:
-        """Withdraw the announcement: the next call that waits for all ranks may be before a first step again."""
-        if self.is_made and _has_other_ranks():
-            with suppress(dist.DistError):  # the rank that hosts the store may have exited
-                arrival_store().delete_key(_STEPPED)
-
-
-first_step = process.owns(FirstStepAnnouncer)
-"""Return what announces the first optimizer step of this process."""
-
-
-def announce_step(*_: Any) -> None:
-    """Announce a step, if it is the first one. A pre-hook of optimizers."""
-    first_step().announce()
+    def wait(self, call: str, *, fix: str, limit: float = TRAINING_LIMIT) -> None:
+        """Wait for all ranks as :func:`wait_for_all_ranks` does, if it is the first call with this name."""
+        if call not in self._checked and _has_other_ranks() and not _nesting().is_inside:
+            wait_for_all_ranks(call, fix=fix, limit=limit)
+            self._checked.add(call)
 
 
 def _describe(missing: Sequence[tuple[int, str]]) -> str:
     absent = [rank for rank, call in missing if not call]
-    places = [f"rank {rank} was {place}" for rank in absent[:3] if (place := _place_of(rank))]
     left = [rank for rank, call in missing if call == LEFT]
     other = [f"rank {rank} called {call}" for rank, call in missing if call and call != LEFT]
     parts = [f"{name_ranks(absent)} did not call it"] if absent else []
     parts += [f"{name_ranks(left)} did not call it and ended the script"] if left else []
-    return "; ".join([*parts, *places, *other[:3]])
-
-
-def _place_of(rank: int) -> str:
-    """Return where a rank has waited, if it has written that; see ``hangs.hang_queries``."""
-    store, key = place_store(), place_key(rank)
-    return str(json.loads(store.get(key))["place"]) if store.check([key]) else ""
+    return "; ".join([*parts, *other[:3]])
 
 
 class Round:
@@ -414,8 +307,8 @@ class Round:
         self._rank = dist.get_rank() if rank is None else rank
         self._world_size = dist.get_world_size() if world_size is None else world_size
 
-    def join(self, limit: float, given_up: Callable[[], bool] = _never) -> list[tuple[int, str]]:
-        """Arrive, and wait for at most ``limit`` seconds; for ``given_up`` see :func:`wait_for_all_ranks`.
+    def join(self, limit: float) -> list[tuple[int, str]]:
+        """Arrive, and wait for at most ``limit`` seconds.
 
         Returns:
             The ranks that did not arrive, each with the call that it made instead; empty if all arrived.
@@ -430,7 +323,7 @@ class Round:
                     limit = min(limit, _SETTLE)
                 if self._store.add(f"{number}/count/{self._call}", 1) == self._world_size:
                     self._end(number, complete=True)
-                elif not self._wait(number, limit, given_up):
+                elif not self._wait(number, limit):
                     self._end(number, complete=False)
             except BaseException:  # for example KeyboardInterrupt: this rank must not be counted twice if it retries
                 self._end(number, complete=False)
@@ -448,11 +341,11 @@ class Round:
     def _ended(self, number: int) -> bool:
         return bool(self._store.check([f"{number}/result"]))
 
-    def _wait(self, number: int, limit: float, given_up: Callable[[], bool]) -> bool:
+    def _wait(self, number: int, limit: float) -> bool:
         """Return whether the round ended within ``limit`` seconds."""
         deadline = time.monotonic() + limit
         while (remaining := deadline - time.monotonic()) > 0:
-            if remaining > _SETTLE and (given_up() or self._store.check([LEFT])):
+            if remaining > _SETTLE and self._store.check([LEFT]):
                 deadline = time.monotonic() + min(remaining, _SETTLE)
             if self._ended(number):
                 return True
@@ -482,77 +375,3 @@ class Round:
             call = self._store.get(f"{number}/rank{rank}").decode() if has_called else LEFT if has_left else ""
             calls.append((rank, call))
         return [(rank, call) for rank, call in calls if call != self._call]
-
-
-class LoadFailures:
-    """The failed loads of this run, as far as this rank knows them."""
-
-    def __init__(self) -> None:
-        self._announced = False
-        self._seen: tuple[float, dict[str, Any]] | None = None
-
-    def raise_everywhere(self, error: SpecError) -> NoReturn:
-        """Announce that this rank could not load a model, and raise the error. Not collective.
-
-        The store contains the announcement of the first rank that failed, as JSON: an id, the rank and its problems.
-
-        Raises:
-            SpecError: the error itself if all ranks have it; otherwise that of the first rank that failed.
-        """
-        if not _has_other_ranks():
-            raise error
-        problems = [asdict(problem) for problem in error.problems]
-        own = {"id": os.urandom(8).hex(), "rank": dist.get_rank(), "problems": problems}
-        first = json.loads(_failure_store().compare_set("failure", "", json.dumps(own)))
-        self._announced = first["id"] == own["id"]
-        # This also keeps the store of rank 0 alive until the other ranks have read the error.
-        same_error = hashlib.sha256(json.dumps(problems).encode()).hexdigest()
-        if not Round(_failure_store(), same_error).join(_SETTLE):
-            self.close()
-            raise error
-        raise _error_of(first) from error
-
-    def raise_announced(self) -> bool:
-        """Raise the error of a rank that could not load a model and has not continued. Not collective.
-
-        Returns:
-            False, so that this can be the ``given_up`` of a wait for all ranks, which it ends.
-        """
-        try:
-            store = _failure_store()
-            found = json.loads(store.get("failure")) if store.check(["failure"]) else None
-        except dist.DistError:
-            if self._seen is None:
-                raise
-            found, self._seen = self._seen[1], (0.0, self._seen[1])  # the failed rank was the host of the store
-        if found is None:
-            self._seen = None
-        elif self._seen is None or self._seen[1]["id"] != found["id"]:
-            self._seen = (time.monotonic(), found)
-        elif time.monotonic() - self._seen[0] > _RECOVERY:
-            self._seen = None
-            raise _error_of(found)
-        return False
-
-    def close(self) -> None:
-        """Withdraw what this rank has announced, because it continues."""
-        if self._announced:
-            self._announced = False
-            if dist.is_initialized():
-                _failure_store().delete_key("failure")
-
-
-load_failures = process.owns(LoadFailures)
-"""Return the failed loads of this run."""
-
-
-def _failure_store() -> dist.Store:
-    return dist.PrefixStore("hf_fsdp_load", default_store())
-
-
-def _error_of(failure: dict[str, Any]) -> CheckpointError:
-    def problem_of(fields: dict[str, Any]) -> Problem:
-        origin = Origin(**fields["origin"]) if fields["origin"] is not None else None
-        return Problem(**{**fields, "origin": origin, "rank": failure["rank"]})
-
-    return CheckpointError(map(problem_of, failure["problems"]))

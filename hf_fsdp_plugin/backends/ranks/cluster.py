@@ -160,26 +160,16 @@ def _interface_of(address: str) -> str:
     return next(found, "")
 
 
-def raise_file_limit(world_size: int) -> Problem | None:
-    """Raise this process's soft limit of open files to what a rank needs. Return a warning if that is not possible.
+def raise_file_limit(world_size: int) -> None:
+    """Raise this process's soft limit of open files to what a rank needs, as far as the hard limit allows.
 
     A socket needs a file, and gloo has one to each other rank. The usual soft limit is 1024, the hard limit far higher.
     """
-    try:
+    with suppress(ImportError, OSError, ValueError):
         import resource  # does not exist on Windows
-    except ImportError:
-        return None
-    needed = _OTHER_FILES + _CONNECTIONS_PER_RANK * world_size
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return None
-    reachable = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-    with suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, reachable), hard))
-        soft = max(soft, reachable)
-    if soft >= needed:
-        return None
-    message = f"this process may open {soft} files (hard limit {hard}), but a rank of {world_size} needs about "
-    message += f"{needed}: gloo connects each pair of ranks. It would fail with 'Too many open files'."
-    fix = f"Raise the hard limit: `ulimit -Hn {needed}`, LimitNOFILE of the service that starts the ranks (slurmd), "
-    return Problem(code="FSDP-W706", message=message, fix=f"{fix}or `--ulimit nofile` of a container.")
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        needed = _OTHER_FILES + _CONNECTIONS_PER_RANK * world_size
+        if resource.RLIM_INFINITY != soft < needed:
+            reachable = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, reachable), hard))

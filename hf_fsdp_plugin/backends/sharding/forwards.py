@@ -11,10 +11,6 @@ every other unit. This changes numbers that are not activations: bf16 has 8 sign
 260 instead of 261 labels, and fp16 ends at 65,504. Here only activations are cast, which have a batch and at least one
 other dimension. Tensors with fewer dimensions keep their dtype: counts, weights of samples, time steps.
 
-Dicts: FSDP copies the containers of its inputs when it moves or casts tensors. Models and losses of
-sentence-transformers exchange values through the dict of features, which each module extends. Entries that a model adds
-to a dict of its inputs, or removes, are added to the caller's dict, or removed.
-
 Outputs: FSDP starts the backward of a unit with hooks on the tensors in its output. It finds them in tensors, dicts,
 lists, tuples and dataclasses, but not in other mappings, such as Transformers' ``BatchEncoding``, which
 sentence-transformers' modules return. Without these hooks, FSDP1 raises in backward, and an FSDP2 root without inner
@@ -41,14 +37,11 @@ from torch.autograd.graph import save_on_cpu
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from hf_fsdp_plugin.backends.loading.equal_weights import hash_bits
 from hf_fsdp_plugin.backends.torch_types import cast_floats
-from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, torch_dtype
 from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.state import parts_of
-from hf_fsdp_plugin.text import format_names, plural
 from hf_fsdp_plugin.torch_private import fsdp1, fsdp2, functions
 from hf_fsdp_plugin.torch_private.functions import tree_leaves, tree_map
 from hf_fsdp_plugin.torch_private.modules import Inputs, buffers, non_persistent_buffers, replace_module, wrapped_module
@@ -313,51 +306,6 @@ def _unseen_tensors(output: Any, unseen: bool = False) -> Iterator[torch.Tensor]
         yield from _unseen_tensors(value, unseen)
 
 
-def return_changed_inputs(model: nn.Module) -> None:
-    """Apply what the forward of a sharded model changes in dicts of its inputs to the dicts of the caller.
-
-    Must be called after all other hooks are registered.
-    """
-    changes, inner = _Changes(model), unwrapped(model)
-    for module in {model, inner}:  # under FSDP1, the module in the wrapper may be called directly
-        module.register_forward_pre_hook(changes.called, prepend=True, with_kwargs=True)
-    inner.register_forward_pre_hook(changes.entered, with_kwargs=True)
-    inner.register_forward_hook(changes.left, always_call=True)
-
-
-class _Changes:
-    """The dicts of one forward: those of the caller, those of the model, and what these contained before."""
-
-    def __init__(self, root: nn.Module) -> None:
-        self._root = root
-        self._given: list[dict[Any, Any]] = []
-        self._seen: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-
-    def called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # A forward of the root that has failed may have left its dicts.
-        if (module is self._root or not self._given) and not torch.compiler.is_compiling():
-            self._given = _dicts(args, kwargs)
-
-    def entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._seen = [(seen, dict(seen)) for seen in _dicts(args, kwargs)] if self._given else []
-
-    def left(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        given, self._given = self._given, []
-        seen, self._seen = self._seen, []
-        for caller, (changed, before) in zip(given, seen, strict=False):
-            if caller is changed:
-                continue
-            for key in before.keys() - changed.keys():
-                caller.pop(key, None)
-            for key, value in changed.items():
-                if key not in before or before[key] is not value:
-                    caller[key] = value  # outputs of Transformers are dicts that have no update
-
-
-def _dicts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[dict[Any, Any]]:
-    return [value for value in (*args, *kwargs.values()) if isinstance(value, dict)]
-
-
 def refuse_double_backward(model: nn.Module) -> None:
     """Make a second backward through a forward of the model raise ``SpecError`` on all ranks, if FSDP cannot run it.
 
@@ -433,22 +381,8 @@ def send_buffers(model: nn.Module) -> None:
     if sends.are_equal:
         return
     sends.are_equal = True
-    own = {n: b for n, b in persistent_buffers(model) if type(b) is torch.Tensor and b.numel() and not b.is_meta}
-    if not own or dist.get_world_size() == 1:
-        return
-    device = next(iter(own.values())).device
-    changes = torch.stack([_receive(buffer).to(device) for buffer in own.values()])  # one wait for all of them
-    dist.all_reduce(changes, dist.ReduceOp.MAX)
-    differing = [name for name, has_changed in zip(own, changes.tolist(), strict=True) if has_changed]
-    if differing:
-        message = f"the ranks have different values in {plural(len(differing), 'buffer')} of {type(model).__name__} "
-        message += f"({format_names(differing, 2)}). Evaluations and saved models have those of rank 0, as under DDP."
-        fix = "For statistics over all ranks, use torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)."
-        print_once(Problem(code="FSDP-N640", message=message, fix=fix))
-
-
-def _receive(buffer: torch.Tensor) -> torch.Tensor:
-    """Overwrite a buffer with that of rank 0. Return a scalar that is 1 if its bits change, else 0. Collective."""
-    before, received = hash_bits(buffer), buffer.clone(memory_format=torch.contiguous_format)
-    dist.broadcast(received, 0)
-    return (hash_bits(buffer.copy_(received)) != before).int()
+    own = [b for _, b in persistent_buffers(model) if type(b) is torch.Tensor and b.numel() and not b.is_meta]
+    for buffer in own:
+        received = buffer.clone(memory_format=torch.contiguous_format)
+        dist.broadcast(received, 0)
+        buffer.copy_(received)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from hf_fsdp_plugin.backends.loading.weight_loader import WeightLoader, with_progress
+from hf_fsdp_plugin.backends.loading.weight_loader import WeightLoader
 from hf_fsdp_plugin.backends.sharding.forwards import cast_inputs_of
 from hf_fsdp_plugin.backends.torch_types import cast_floats, device_mesh
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, UnitPlan, torch_dtype
@@ -36,7 +36,7 @@ def apply_fsdp1(plan: FsdpPlan, model: nn.Module, device: torch.device, loader: 
     kwargs = _constructor_arguments(plan, device)
     compute_dtype = torch_dtype(plan.precision.param)
     root_on_read: list[nn.Parameter] = []
-    for unit in with_progress(plan.units, model):
+    for unit in plan.units:
         parameters = [model.get_parameter(name) for name in unit.parameters]
         # A unit can be filled by parts if all of its parameters are whole in host memory, with one dtype.
         has_one_dtype = len({plan.precision.stored_dtype(parameter) for parameter in parameters}) == 1

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_plugin.backends.loading.weight_loader import WeightLoader, cast_buffers, with_progress
+from hf_fsdp_plugin.backends.loading.weight_loader import WeightLoader, cast_buffers
 from hf_fsdp_plugin.backends.sharding.forwards import cast_inputs_of, fp32_ids
 from hf_fsdp_plugin.backends.torch_types import device_mesh, dtensor_like
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, torch_dtype
@@ -38,7 +38,7 @@ def apply_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device, loader: 
         "ignored_params": set(loader.prepare_ignored()),
     }
     places = _readable_places(model, loader)
-    for unit in with_progress(plan.units, model):
+    for unit in plan.units:
         on_read = [(parameter, places.pop(id(parameter))) for parameter in loader.prepare_unit(unit, places.keys())]
         modules = [model.get_submodule(name) for name in unit.modules]
         with _sharded_on_read(plan, loader, on_read, device):

@@ -1,14 +1,10 @@
-"""What scripts do with a sharded model besides its forward: calls of modules, ``generate``, hooks, counts, copies.
+"""What scripts do with a sharded model besides its forward: calls of modules, ``generate``, copies.
 
 Calls: both versions of FSDP gather the root unit in the root's forward only. Libraries also call modules on their own:
 ``model.get_input_embeddings()(ids)``, ``model.lm_head(hidden)``, ``model.get_image_features(…)``, or the module inside
 FSDP1's wrapper. Then the root's parameters are flat shards or ``DTensor`` objects, and the first unit that runs takes
 itself for the root. The hooks below run such a call as a forward of the root: with its gather, its casts, and its
 hooks for backward.
-
-Parameters: FSDP computes with other tensors than the script's parameters: views of a flat parameter, or gathered
-copies. Hooks of ``weight.register_hook(f)`` are registered on these, so each gets the gradient of the whole parameter
-from this rank's backward, before the gradients of the ranks are reduced. DDP calls them with the same gradient.
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -44,8 +40,8 @@ from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.state import find_part, own_parts
 from hf_fsdp_plugin.text import format_names
 from hf_fsdp_plugin.torch_private import fsdp1, fsdp2
-from hf_fsdp_plugin.torch_private.functions import CALLS_FORWARD, gradient_hooks, runs_after_accumulation
-from hf_fsdp_plugin.torch_private.modules import children, local_tensor, registrations, wrapped_module
+from hf_fsdp_plugin.torch_private.functions import gradient_hooks, runs_after_accumulation
+from hf_fsdp_plugin.torch_private.modules import local_tensor, registrations
 
 _GATHERS = "_hf_fsdp_gathers"
 """Attribute of a method of a sharded model that gathers the root itself."""
@@ -65,10 +61,7 @@ def support_submodule_calls(model: nn.Module) -> None:
     if isinstance(model, FullyShardedDataParallel):
         for unit in FullyShardedDataParallel.fsdp_modules(model):
             unit.forward = _forward_if_sharded(model, unit)  # type: ignore[method-assign]
-    elif isinstance(model, FSDPModule):
-        for module in _units_of(model):
-            module.forward = _forward_of_call(module)
-    else:
+    elif not isinstance(model, FSDPModule):
         return
     calls = _Calls(model)
     own_parts(model).put(calls)
@@ -362,113 +355,63 @@ def _forward_if_sharded(root: Any, unit: Any) -> Callable[..., Any]:
     return forward_if_sharded
 
 
-def _forward_of_call(unit: Any) -> Callable[..., Any]:
-    """Return the forward of a unit of FSDP2 that calls the unit if a script calls ``unit.forward(x)``, as FSDP1 does.
-
-    The hooks of FSDP2, which gather the parameters, would not run.
-    """
-    forward = unit.forward
-
-    @functools.wraps(forward)
-    def forward_of_call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not fsdp2.is_outside_of_call(unit):
-            return forward(*args, **kwargs)
-        return unit(*args, **kwargs)
-
-    setattr(forward_of_call, CALLS_FORWARD, True)
-    return forward_of_call
-
-
 def _refuse_resize(*args: Any, **kwargs: Any) -> NoReturn:
     message = "resize_token_embeddings was called on a sharded model, whose embeddings are shards."
     fix = "Call it before prepare(), or before the Trainer is created."
     raise SpecError([Problem(code="FSDP-E610", message=message, fix=fix)])
 
 
-_CARRIES_HOOKS: Final = "_hf_fsdp_parameter_hooks"
-"""Attribute of a tensor that already calls the hooks of its parameter."""
-
-Hooks = dict[str, tuple[Mapping[int, Any], torch.dtype]]
-"""Canonical name of a parameter -> its hooks, which the script may still remove, and its dtype before sharding."""
-
-
 def check_parameter_hooks(model: nn.Module) -> None:
-    """Raise ``SpecError`` if a parameter has a hook that runs after its gradient was accumulated."""
-    names = [name for name, parameter in named_parameters(model) if runs_after_accumulation(parameter)]
-    if names:
-        message = f"register_post_accumulate_grad_hook was called for {format_names(names)}. torch would not call the "
-        message += "hook: FSDP accumulates the gradients of shards itself."
-        fix = "Use register_hook to change a gradient, and the optimizer's own step instead of steps in the backward."
+    """Raise ``SpecError`` if a parameter has a hook for its gradient.
+
+    FSDP computes with views of a flat parameter, or with gathered copies, so torch would call no hook of a parameter.
+    """
+    found = [
+        name
+        for name, parameter in named_parameters(model)
+        if parameter.requires_grad and (gradient_hooks(parameter) or runs_after_accumulation(parameter))
+    ]
+    if found:
+        message = f"{format_names(found, 3)} has a hook (register_hook, register_post_accumulate_grad_hook), "
+        message += "which torch would not call: FSDP computes with copies, and accumulates the gradients of shards."
+        fix = (
+            "Change the gradients between backward and the step: parameter.grad of model.parameters() after prepare()."
+        )
         raise SpecError([Problem(code="FSDP-E307", message=message, fix=fix)])
 
 
-def find_parameter_hooks(model: nn.Module) -> Hooks:
-    """Return the hooks on the parameters of a model that is not sharded yet."""
-    found = ((name, parameter, gradient_hooks(parameter)) for name, parameter in named_parameters(model))
-    return {name: (hooks, parameter.dtype) for name, parameter, hooks in found if hooks}
+@dataclass(frozen=True, slots=True)
+class ParameterCounts:
+    """Numbers of elements of the parameters of a model, before it was sharded."""
+
+    total: int
+    trainable: int
 
 
-def carry_parameter_hooks(model: nn.Module, found: Hooks) -> None:
-    """Call the hooks of :func:`find_parameter_hooks` with the gradients of the tensors that the forward uses.
-
-    FSDP replaces these tensors when it gathers a unit. So every module on the path to the parameter looks for a new
-    one before its forward: the unit may be any of them, and other modules may use the parameter of this one.
-    """
-    for name, (hooks, dtype) in found.items():
-        *path, attribute = name.split(".")
-        modules = list(_path(model, path))
-        wrappers = [index for index, module in enumerate(modules) if isinstance(module, FSDP)]
-        modules = modules[max(wrappers, default=-1) + 1 :]  # before FSDP1 gathers the unit, its views are outdated
-        carry = _carrying(modules[-1], attribute, hooks, dtype)
-        for module in modules:
-            module.register_forward_pre_hook(carry)
-
-
-def _path(model: nn.Module, path: list[str]) -> Iterator[nn.Module]:
-    """Yield the modules from the root to the one with a canonical name, wrappers included."""
-    yield (module := model)
-    for part in path:
-        while part not in children(module) and (inner := wrapped_module(module)) is not None:
-            yield (module := inner)
-        yield (module := module.get_submodule(part))
-    while (inner := wrapped_module(module)) is not None:
-        yield (module := inner)
-
-
-def _carrying(
-    owner: nn.Module, attribute: str, hooks: Mapping[int, Any], dtype: torch.dtype
-) -> Callable[[nn.Module, Any], None]:
-    """Return a forward pre-hook that registers a parameter's hooks on the tensor that FSDP has gathered for it."""
-
-    def call(gradient: torch.Tensor) -> torch.Tensor:
-        """Return a gradient after the hooks, which get it in the dtype of the script's parameter, have changed it."""
-        changed = gradient.to(dtype)
-        for hook in list(hooks.values()):
-            result = hook(changed)
-            changed = changed if result is None else result
-        return changed.to(gradient.dtype)
-
-    @torch.compiler.disable
-    def before_forward(*_: Any) -> None:
-        tensor = getattr(owner, attribute)
-        # A parameter that is sharded, or that FSDP ignores, still has the script's hooks.
-        is_shard = isinstance(tensor, DTensor) or gradient_hooks(tensor) is hooks
-        if tensor.requires_grad and not is_shard and not hasattr(tensor, _CARRIES_HOOKS):
-            setattr(tensor, _CARRIES_HOOKS, True)
-            tensor.register_hook(call)
-
-    return before_forward
-
-
-def correct_flat_reads(model: nn.Module) -> None:
-    """Let the methods that count parameters count whole ones, and warn once if a loss reads a shard. FSDP1 only."""
-    if not isinstance(model, FSDP):
-        return
+def keep_counts(model: nn.Module) -> ParameterCounts:
+    """Let the methods of a model that is not sharded yet always return what they count now. Return the counts."""
     for module in model.modules():
         if hasattr(type(module), "num_parameters"):  # Transformers
-            module.num_parameters = partial(num_parameters, model, module)  # type: ignore[assignment]
+            own: Any = module.num_parameters
+            kinds = [(only_trained, others) for only_trained in (False, True) for others in (False, True)]
+            module.num_parameters = partial(_known_count, {each: own(*each) for each in kinds})  # type: ignore
         if hasattr(type(module), "get_nb_trainable_parameters"):  # PEFT
-            module.get_nb_trainable_parameters = partial(_trainable_and_all, model, module)  # type: ignore[assignment]
+            counts: Any = module.get_nb_trainable_parameters
+            module.get_nb_trainable_parameters = partial(tuple, counts())  # type: ignore[assignment]
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return ParameterCounts(sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained))
+
+
+def _known_count(
+    counts: Mapping[tuple[bool, bool], int], only_trainable: bool = False, exclude_embeddings: bool = False
+) -> int:
+    return counts[only_trainable, exclude_embeddings]
+
+
+def warn_of_read_shards(model: nn.Module) -> None:
+    """Warn once if a loss reads a shard. FSDP1 only."""
+    if not isinstance(model, FSDP):
+        return
     names = {id(module): canonical_name(name) for name, module in model.named_modules()}
     warned: list[str] = []
     for unit, flat in fsdp1.flat_units(model):
@@ -491,42 +434,6 @@ def _warn_of_read_shard(warned: list[str], name: str, gradient: torch.Tensor) ->
         print_once(Problem(code="FSDP-W311", message=message, fix=fix))
 
 
-def num_parameters(
-    root: nn.Module, module: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False
-) -> int:
-    """Return what ``num_parameters`` of Transformers returns for the unsharded model."""
-    return sum(
-        num_elements
-        for owner, num_elements, is_trained in _sizes(root, module)
-        if (is_trained or not only_trainable) and not (exclude_embeddings and isinstance(owner, nn.Embedding))
-    )
-
-
-def _trainable_and_all(root: nn.Module, module: nn.Module) -> tuple[int, int]:
-    """Return what ``get_nb_trainable_parameters`` of PEFT returns for the unsharded model."""
-    return num_parameters(root, module, only_trainable=True), num_parameters(root, module)
-
-
-def _sizes(root: nn.Module, module: nn.Module) -> Iterator[tuple[nn.Module, int, bool]]:
-    """Yield the owner, the number of elements and ``requires_grad`` of each whole parameter, tied ones once.
-
-    The module may be inside a unit, or contain units.
-    """
-    inside = {id(inner) for inner in module.modules()}
-    flattened: set[int] = set()
-    for _, flat in fsdp1.flat_units(root):
-        flattened.update(map(id, fsdp1.parameter_objects(flat)))
-        for member in fsdp1.original_parameters(flat):
-            if id(member.module) in inside:
-                yield member.module, member.shape.numel(), member.requires_grad
-    seen: set[int] = set()
-    for owner in module.modules():
-        for parameter in owner.parameters(recurse=False):
-            if id(parameter) not in flattened | seen and not fsdp1.is_flattened(parameter):
-                seen.add(id(parameter))
-                yield owner, parameter.numel(), parameter.requires_grad
-
-
 def refuse_copies(model: nn.Module) -> None:
     """Make ``copy.deepcopy`` of a sharded model, and of its modules with sharded parameters, raise ``SpecError``.
 
@@ -541,6 +448,8 @@ def refuse_copies(model: nn.Module) -> None:
 
 def _refuse_copy(name: str, memo: Any) -> NoReturn:
     message = f"copy.deepcopy was called with a {name} that FSDP has sharded, or with an object that contains it."
-    fix = "For an average of the weights (AveragedModel), use hfp.ExponentialMovingAverage. For a snapshot, call "
-    fix += "accelerator.get_state_dict(model) on all ranks. For a second model, copy it before prepare()."
+    fix = "For an average of the weights (AveragedModel), average the shards: model.parameters() after prepare(). For "
+    fix += (
+        "a snapshot, call accelerator.get_state_dict(model) on all ranks. For a second model, copy it before prepare()."
+    )
     raise SpecError([Problem(code="FSDP-E310", message=message, fix=fix)])

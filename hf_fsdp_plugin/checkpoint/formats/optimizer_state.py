@@ -12,7 +12,7 @@ these elements, as in ``absmax1@0+2048``, and only a rank with the same elements
 (torchao's quantized state) is stored as its inner tensors: ``exp_avg.codes@0+2048``.
 
 To support state with another layout, add it here, and its case in ``checkpoint/shards.py`` (writing),
-``checkpoint/reading/optimizer.py`` and ``checkpoint/checking/against_model.py``.
+``checkpoint/reading/optimizer.py`` and ``tools/verify/comparison.py``.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,10 +29,9 @@ from hf_fsdp_plugin.checkpoint.checking.verify import check_headers, files_of_ch
 from hf_fsdp_plugin.checkpoint.errors import problem, raise_if_any
 from hf_fsdp_plugin.checkpoint.folders import check_visible
 from hf_fsdp_plugin.checkpoint.formats import boxes
-from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, read_weights
+from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import Stored, StoredModel, StoredTensor
 from hf_fsdp_plugin.checkpoint.io import MAX_SPAN, InputFiles
-from hf_fsdp_plugin.checkpoint.names import index_file, safetensors_file
 from hf_fsdp_plugin.checkpoint.shards import ModelShards, Piece, model_shards
 from hf_fsdp_plugin.messages import progress_bar
 from hf_fsdp_plugin.plan.names import unwrapped
@@ -191,50 +190,6 @@ def load_model(
 def _without_adapter(name: str, adapter: str) -> str:
     """Return the name in PEFT's files: ``…q_proj.lora_A.default.weight`` -> ``…q_proj.lora_A.weight``."""
     return re.sub(rf"(\.modules_to_save)?\.{re.escape(adapter)}(?=\.|$)", "", name)
-
-
-def load_tensors(shards: ModelShards, checkpoint: Path, stem: str, *, verify: bool = True) -> bool:
-    """Fill ``shards`` from ``STEM.safetensors``, or from the files that its index lists. Collective.
-
-    Returns:
-        Whether the checkpoint has these files. If not, nothing was loaded.
-
-    Raises:
-        CheckpointError: the tensors are not those of the shards, and nothing was loaded; or bytes are damaged.
-    """
-    name = safetensors_file(stem)
-    if not broadcast_object((checkpoint / name).exists() or (checkpoint / index_file(name)).exists()):
-        return False
-
-    def read() -> StoredModel:
-        stored = read_weights(checkpoint, name)
-        assert stored is not None, "rank 0 has found the file, and all ranks see the same folder"
-        return stored
-
-    def match(stored: StoredModel) -> ReadElements:
-        return _matched(checkpoint / name, shards, shards.names(), stored)[0]
-
-    load_stored(checkpoint, "model", read, match, verify=verify)
-    return True
-
-
-@torch.no_grad()
-def copy_whole_tensors(state: Mapping[str, Any], shards: ModelShards) -> None:
-    """Copy this rank's parts of whole tensors to its shards. No communication.
-
-    Raises:
-        ValueError: a tensor is missing or has another shape. Nothing was copied.
-    """
-    found: dict[str, Any] = {
-        own: next((state[name] for name in known if name in state), None) for own, known in shards.names().items()
-    }
-    shapes = {own: getattr(tensor, "shape", None) for own, tensor in found.items()}
-    wrong = [shard.name for shard in shards.tensors if shapes[shard.name] != shard.shape]
-    if wrong:
-        raise ValueError(f"the state_dict has no tensors with the names and shapes of {format_names(wrong, 3)}.")
-    for shard in shards.tensors:
-        for piece in shard.pieces:
-            piece.tensor.copy_(found[shard.name][boxes.relative_slices(piece.box, boxes.whole_box(shard.shape))])
 
 
 def _matched(

@@ -31,7 +31,7 @@ from hf_fsdp_plugin.backends.ranks.cluster import ranks_per_machine
 from hf_fsdp_plugin.backends.sharding.forwards import send_buffers
 from hf_fsdp_plugin.checkpoint.errors import os_errors_as_problems
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRecord, Manifest
-from hf_fsdp_plugin.checkpoint.shards import ModelShards, model_shards, optimizer_shards
+from hf_fsdp_plugin.checkpoint.shards import model_shards, optimizer_shards
 from hf_fsdp_plugin.checkpoint.writing import file_parts, state_files
 from hf_fsdp_plugin.checkpoint.writing.dcp_files import FolderEntries, StateFiles, complete_folders
 from hf_fsdp_plugin.checkpoint.writing.staging import RankRecord, StagingFolder
@@ -196,10 +196,6 @@ class CheckpointManager:
             self.saved_kinds.setdefault(owner, set()).add(kind)
             if isinstance(into, Save):
                 self.saved_asynchronously[owner] = into.asynchronous
-
-    def save_tensors(self, shards: ModelShards, into: Save | Path, stem: str) -> None:
-        """Write other tensors of a model to safetensors files ``STEM`` in the same way as :meth:`save_model`."""
-        self._write(into, state_files.whole_files(shards, stem))
 
     def prepare_buffers(
         self, models: Iterable[nn.Module], pairs: Iterable[tuple[nn.Module, torch.optim.Optimizer]], kind: StateDictKind

@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 import torch
@@ -37,7 +37,7 @@ from hf_fsdp_plugin.integrations.accelerate import plugin as plugins
 from hf_fsdp_plugin.integrations.accelerate.run_report import report_run
 from hf_fsdp_plugin.integrations.saving import call_name, gathered, state_at
 from hf_fsdp_plugin.integrations.script_arguments import check_arguments, check_object, print_or_raise
-from hf_fsdp_plugin.integrations.session import attributes_in_block, outer_calls, session
+from hf_fsdp_plugin.integrations.session import attributes_in_block, session
 from hf_fsdp_plugin.messages import print_once, print_warnings
 from hf_fsdp_plugin.observers import mark_phase
 from hf_fsdp_plugin.plan.fsdp_plan import MeshPlan, ProblemCollector, has_replicas
@@ -163,55 +163,18 @@ def clip_grad_norm_(
     parameters = [parameters] if hasattr(parameters, "grad") else list(parameters)
     has_gradients = any(parameter.grad is not None for parameter in parameters)
     limit = agreement.TRAINING_LIMIT if has_gradients else agreement.DEFAULT_LIMIT
-    plugin.first_calls.wait("Accelerator.clip_grad_norm_", fix=_CLIP_FIX, limit=limit, before_step=True)
+    plugin.first_calls.wait("Accelerator.clip_grad_norm_", fix=_CLIP_FIX, limit=limit)
     accelerator.unscale_gradients()
     return clip_grad_norm(private.prepared_models(accelerator), parameters, float(max_norm), float(norm_type))
 
 
-@plugins.if_planned
-def maybe_context_parallel(
-    original: Callable[..., Any],
-    accelerator: Any,
-    buffers: Sequence[torch.Tensor] | None = None,
-    buffer_seq_dims: Sequence[int] | None = None,
-    no_restore_buffers: Collection[torch.Tensor] | None = None,
-) -> Any:
-    """Divide sequences. Raises ``SpecError`` for a length that is not a multiple of twice the ranks.
-
-    Each rank has two parts, one from either end of the sequence, so that causal attention takes all the same time.
-    """
-    config = accelerator.parallelism_config
-    multiple = 2 * config.cp_size if config is not None and config.cp_enabled else 1
-    lengths = {buffer.size(dim) for buffer, dim in zip(buffers or (), buffer_seq_dims or (), strict=False)}
-    if wrong := sorted(length for length in lengths if length % multiple):
-        message = f"a sequence of {wrong[0]:,} tokens is not divisible by {multiple} (2 × cp_size)."
-        fix = (
-            f"Pad or pack sequences to a multiple of {multiple}, such as with pad_to_multiple_of of the data collator."
-        )
-        raise SpecError([Problem(code="FSDP-E615", setting="mesh.context", message=message, fix=fix)])
-    divided = original(buffers=buffers, buffer_seq_dims=buffer_seq_dims, no_restore_buffers=no_restore_buffers)
-    return _without_masks(divided) if multiple > 1 else divided
-
-
-@contextmanager
-def _without_masks(divided: AbstractContextManager[None]) -> Iterator[None]:
-    with attributes_in_block(outer_calls(), sequences_are_divided=True), divided:
-        yield
-
-
 def find_packed_sequences(original: Callable[..., Any], position_ids: Any) -> Any:
-    """Find no packed sequences in a divided one: its two parts would be two sequences.
+    """Find no packed sequences with a context axis: the two parts that a rank has of a sequence would be two.
 
     Transformers would make a mask of all pairs of the rank's tokens, which Accelerate does not pass to the attention.
     """
-    return None if outer_calls().sequences_are_divided else original(position_ids)
-
-
-@plugins.if_planned
-@mark_phase("clipping")
-def clip_grad_value_(original: Callable[..., Any], accelerator: Any, parameters: Any, clip_value: Any) -> None:
-    accelerator.unscale_gradients()
-    torch.nn.utils.clip_grad_value_(parameters, clip_value)
+    config = private.shared_state().get("parallelism_config")
+    return None if config is not None and config.cp_enabled else original(position_ids)
 
 
 def end_training(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -378,7 +341,6 @@ def init_partial_state(original: Callable[..., None], state: Any, *args: Any, **
         _prepare_network()
         local_rank = int(os.environ.get("LOCAL_RANK", -1))
         if not is_given and local_rank >= 0 and (device := select_device(local_rank)).type != "cpu":
-            _disable_unsupported_transports(device.type)
             timeout = {name: value for name, value in kwargs.items() if name == "timeout"}
             dist.init_process_group(device.process_group_backend, **timeout)
     if session().group_timeout is not None:
@@ -406,21 +368,8 @@ def _prepare_network() -> None:
     interface, problem = gloo_interface(os.environ)
     if interface:
         patching.changes().set_variables(GLOO_SOCKET_IFNAME=interface)
-    print_warnings(filter(None, (problem, raise_file_limit(world_size))))
-
-
-def _disable_unsupported_transports(device_type: str) -> None:
-    """Set NCCL's variables for GPUs without peer-to-peer transfers, as `accelerate launch` does.
-
-    With other launchers, Accelerate raises and asks for these variables.
-    """
-    # The check starts nvidia-smi, which takes seconds while many ranks start, so it is made for these GPUs only.
-    devices = range(torch.cuda.device_count() if device_type == "cuda" else 0)
-    if any("RTX 40" in torch.cuda.get_device_name(each) for each in devices) and not utils.check_cuda_p2p_ib_support():
-        names = [name for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE") if name not in os.environ]
-        patching.changes().set_variables(**dict.fromkeys(names, "1"))
-        if names:
-            print_once(f"{' and '.join(names)} set to 1: these GPUs do not support the transport with this driver.")
+    raise_file_limit(world_size)
+    print_warnings([problem] if problem is not None else [])
 
 
 def _is_early_group() -> bool:

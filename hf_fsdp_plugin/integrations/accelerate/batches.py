@@ -1,8 +1,7 @@
-"""Batches: their number on each rank, and the samples of an optimizer step after a restart with other ranks.
+"""The samples of an optimizer step after a restart with another number of ranks.
 
-A restart may have another number of ranks. Then the gradient accumulation changes, so that a step has as many samples
-as before. Schedulers that ``prepare`` has wrapped advance once per rank in each step. Scripts give them a length that
-either counts the batches of all ranks, which stays the same, or is multiplied by the number of ranks.
+The gradient accumulation changes, so that a step has as many samples as before. Schedules that would not be the same
+are reported.
 """
 
 from __future__ import annotations
@@ -20,38 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from hf_fsdp_plugin.integrations.accelerate import private
 from hf_fsdp_plugin.integrations.samples import batch_facts, kept_accumulation, samples_problem
 from hf_fsdp_plugin.messages import print_once
-from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.state import parts_of
-from hf_fsdp_plugin.text import plural
-
-
-def check_even_batches(loader: Any) -> Problem | None:
-    """Return a warning if a prepared data loader has more batches on some ranks than on others. No communication.
-
-    The sampler of each rank knows the number of batches of all ranks, because it takes each n-th batch of the same
-    sampler. Other kinds of loaders have as many batches on each rank, or their number is unknown.
-    """
-    from accelerate.data_loader import BatchSamplerShard
-
-    sampler = getattr(loader, "batch_sampler", None)
-    if not isinstance(sampler, BatchSamplerShard) or sampler.even_batches or sampler.drop_last or sampler.split_batches:
-        return None
-    try:
-        num_each, num_longer = divmod(sampler.total_length, sampler.num_processes)
-    except TypeError:  # a sampler without a length
-        return None
-    if not num_longer:
-        return None
-    longer = "rank 0 has" if num_longer == 1 else f"the first {num_longer} ranks have"
-    message = (
-        "even_batches=False gives the ranks different numbers of batches: "
-        f"{longer} {plural(num_each + 1, 'batch', 'batches')}, the others {num_each}. Every forward of a sharded model "
-        "is a collective call, so a loop over all batches fails on the ranks with more."
-    )
-    fix = "Leave even_batches=True (gather_for_metrics() drops the repeated samples), set drop_last=True, or end the "
-    fix += f"loop after {num_each} batches on all ranks."
-    return Problem(code="FSDP-W690", message=message, fix=fix)
-
 
 _PROBES: Final = (0, *(2**power for power in range(21)))
 """Optimizer steps at which two learning-rate schedules are compared."""
@@ -109,65 +77,33 @@ def keep_samples_per_step(accelerator: Any, checkpoint: Path, saved: Mapping[str
         # Accelerate counts batches, and makes a step when the accumulation divides their number.
         accelerator.step = accelerator.step // saved["accumulation"] * accelerator.gradient_accumulation_steps
     now = batch_of(accelerator)
-    before, samples = saved.get("samples_per_step"), now.get("samples_per_step")
-    ratio = samples / before if before and samples else None
     schedulers, schedules = private.prepared_schedulers(accelerator), saved.get("schedules", ())
     further = [
         "the schedule of the learning rate is not the one that was saved"
         for scheduler, schedule in zip(schedulers, schedules, strict=False)
-        if not _keep_schedule(scheduler, schedule, ratio)
+        if not _keep_schedule(scheduler, schedule)
     ]
     if (problem := samples_problem(checkpoint, saved, now, further)) is not None:
         print_once(problem)
 
 
-def _keep_schedule(scheduler: Any, saved: Mapping[str, Any], ratio: float | None) -> bool:
-    """Advance a scheduler as far in each step as before the restart.
+def _keep_schedule(scheduler: Any, saved: Mapping[str, Any]) -> bool:
+    """Continue at the same place of a schedule. Return whether it is the same function of the optimizer steps.
 
-    torch's schedulers load their length from the checkpoint, and advance with the samples, as Accelerate has it. The
-    length of a ``LambdaLR``, such as all of ``transformers.get_scheduler``, is the script's. If the script has
-    multiplied it by the number of ranks, the scheduler continues at the same place of it, and advances as before.
-
-    Args:
-        ratio: samples of a step, now to before; ``None`` if unknown.
-
-    Returns:
-        Whether the schedule is the same function of the steps.
+    A scheduler advances once for each rank in a step. The length of a ``LambdaLR``, such as all of
+    ``transformers.get_scheduler``, is the script's, which mostly multiplies it by the number of ranks.
     """
     steps, before = _scheduler_steps(scheduler), saved["steps"]
     if steps == before:
         return True
-    if _is_same(_factors(scheduler, steps), saved["factors"]):
-        scheduler.scheduler.last_epoch = scheduler.scheduler.last_epoch * steps // before
-        return True
-    wanted = steps if ratio is None else max(1, round(before * ratio))
-    if wanted != steps:
-        scheduler.split_batches = True  # one step of the scheduler for each call
-        scheduler.step = _Steps(scheduler, wanted)
-    return _is_same(_factors(scheduler, before), saved["factors"]) is not False
-
-
-class _Steps:
-    """Replaces ``AcceleratedScheduler.step`` of an object that has ``split_batches``.
-
-    Attributes:
-        num: steps of the scheduler in each optimizer step.
-    """
-
-    def __init__(self, scheduler: Any, num: int) -> None:
-        self._scheduler, self.num = scheduler, num
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        scheduler, inner = self._scheduler, self._scheduler.scheduler
-        for _ in range(self.num if scheduler.gradient_state.sync_gradients else 1):
-            if getattr(inner, "total_steps", None) is None or inner.last_epoch < inner.total_steps:
-                type(scheduler).step(scheduler, *args, **kwargs)
+    if not _is_same(_factors(scheduler, steps), saved["factors"]):
+        return False
+    scheduler.scheduler.last_epoch = scheduler.scheduler.last_epoch * steps // before
+    return True
 
 
 def _scheduler_steps(scheduler: Any) -> int:
     """Return the number of steps of a prepared scheduler in each optimizer step."""
-    if isinstance(scheduler.step, _Steps):
-        return scheduler.step.num
     is_single = scheduler.split_batches or not scheduler.step_with_optimizer
     return 1 if is_single else dist.get_world_size()
 
@@ -182,8 +118,8 @@ def _factors(scheduler: Any, steps: int) -> list[float] | None:
         return None
 
 
-def _is_same(factors: list[float] | None, saved: list[float] | None) -> bool | None:
-    """Return whether two schedules are equal; ``None`` if that is not known."""
+def _is_same(factors: list[float] | None, saved: list[float] | None) -> bool:
+    """Return whether two schedules are known to be equal."""
     if factors is None or saved is None:
-        return None
+        return False
     return all(math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-9) for a, b in zip(factors, saved, strict=True))

@@ -32,7 +32,6 @@ from hf_fsdp_plugin.integrations.accelerate.private import (
     prepared_schedulers,
     shared_state,
 )
-from hf_fsdp_plugin.integrations.moving_average import load_averages, save_averages
 from hf_fsdp_plugin.integrations.resuming import continue_run, find_checkpoint, run_fact, warn_differences
 from hf_fsdp_plugin.integrations.saving import call_name, exporting, manager
 from hf_fsdp_plugin.integrations.session import attributes_in_block, outer_calls
@@ -69,7 +68,6 @@ def save_state(
             original(str(save.folder), *args, **kwargs)
         finally:
             project.automatic_checkpoint_naming = run is not None
-        save_averages(prepared_models(accelerator), save)
         model = next(model for model in prepared_models(accelerator) if plan_of(model) is not None)
         _write_config(model, save.folder)
     return final
@@ -127,8 +125,6 @@ def load_state(original: Callable[..., Any], accelerator: Any, input_dir: Any = 
     # 4. After a restart with another number of ranks, an optimizer step keeps its samples.
     if saved:
         keep_samples_per_step(accelerator, path, saved)
-    # 5. Moving averages of the weights have shards of their own.
-    load_averages(prepared_models(accelerator), path, verify=verify)
     return result
 
 

@@ -32,10 +32,10 @@ from hf_fsdp_plugin.hangs.calls import record
 from hf_fsdp_plugin.integrations import call_hooks, peft, resuming, saving, script_arguments
 from hf_fsdp_plugin.integrations.accelerate import fp8, private, run_report
 from hf_fsdp_plugin.integrations.accelerate.accelerator import adopt_models
-from hf_fsdp_plugin.integrations.accelerate.batches import check_even_batches, notice_accumulation
+from hf_fsdp_plugin.integrations.accelerate.batches import notice_accumulation
 from hf_fsdp_plugin.integrations.accelerate.plugin import if_planned, planned_plugin
 from hf_fsdp_plugin.integrations.failure_watch import watch
-from hf_fsdp_plugin.messages import print_once, print_warnings
+from hf_fsdp_plugin.messages import print_warnings
 from hf_fsdp_plugin.observe.first_step import check_added
 from hf_fsdp_plugin.observers import observers
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
@@ -108,16 +108,6 @@ def prepare_optimizer(original: Callable[..., Any], accelerator: Any, *args: Any
     return prepared
 
 
-@if_planned
-def prepare_data_loader(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Prepare a data loader, and warn if the ranks have different numbers of batches."""
-    prepared = original(*args, **kwargs)
-    private.mark_prepared(accelerator, prepared)
-    if (problem := check_even_batches(prepared)) is not None:
-        print_once(problem)
-    return prepared
-
-
 def _optimizers_of(accelerator: Any) -> list[Optimizer]:
     return [wrapper.optimizer for wrapper in private.prepared_optimizers(accelerator)]
 
@@ -171,7 +161,7 @@ def shard_model(
         plan: the plan for this model, if there is one already.
 
     Raises:
-        SpecError: on all ranks: one of them could not load the model, the attempts before have failed in the same way,
+        SpecError: on all ranks: the attempts before have failed in the same way,
             the settings do not fit the model, or the ranks have different plans.
     """
     plugin = planned_plugin(accelerator)
@@ -179,19 +169,17 @@ def shard_model(
     inner = compiled_module(model)
     compiler: Any = model.dynamo_ctx if inner is not None else None
     model = model if inner is None else inner
-    # 1. Load failures: this rank continues. A rank that could not load the model raises its error on all ranks.
-    agreement.load_failures().close()
     name = type(unwrapped(model)).__name__.removeprefix("FSDP")
     with _together(name):
         resuming.attempt().agree(name)
         sharding.rebind_optimizers(model, optimizers)  # gathered parameters would hide the sharding
-        # 2. Plan: the settings of this model, and the decisions from them.
+        # 1. Plan: the settings of this model, and the decisions from them.
         with agreement.on_all_ranks("planning"):
             if plan is None:
                 spec = plugin.spec_for(model, is_first=is_first, is_trained=is_trained)
                 plan = make_plan(accelerator, spec, model)
             check_can_fill(plan, model)
-        # 3. Agree: the same plan and weights on all ranks.
+        # 2. Agree: the same plan and weights on all ranks.
         agreement.same_on_all_ranks("the plan", json.dumps(plan.to_json(), sort_keys=True))
         if (problem := check_same_weights(plan, model, accelerator.device)) is not None:
             plan = replace(plan, problems=(*plan.problems, problem))
@@ -199,17 +187,17 @@ def shard_model(
         print_warnings(plan.problems)
         if accelerator.is_main_process:
             logger.info("%s", plan)
-        # 4. Linear layers are replaced by those of fp8, and attention divides sequences.
+        # 3. Linear layers are replaced by those of fp8, and attention divides sequences.
         with agreement.on_all_ranks("converting the model to fp8"):
             fp8.convert_model(accelerator, plan, model, optimizers)
             convert_shards = fp8.plain_weights(model)
         if plan.mesh.context > 1:
             private.prepare_context_parallel(accelerator, model)
-        # 5. Units are compiled with their checkpoints, and sharded.
+        # 4. Units are compiled with their checkpoints, and sharded.
         sharded = sharding.shard(plan, model, accelerator.device, optimizers, _unit_compiler(accelerator))
         convert_shards(sharded)
         fp8.apply_autocast(accelerator, plan, sharded)
-        # 6. Hooks: the progress, the diagnosis of hangs and the observers of this rank follow the model.
+        # 5. Hooks: the progress, the diagnosis of hangs and the observers of this rank follow the model.
         record().count_forwards(sharded)
         watch().follow_thread()
         call_hooks.name_units(sharded)
@@ -313,7 +301,6 @@ def _adapt_steps(accelerator: Any, optimizers: Sequence[Optimizer], models: Sequ
     script_arguments.print_or_raise([problem for problem in problems if problem is not None])
     for optimizer in optimizers:
         record().count_steps(optimizer)
-        optimizer.register_step_pre_hook(agreement.announce_step)
         notice_accumulation(accelerator, optimizer)
         for model in models:
             free_before_step(model, optimizer)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hf_fsdp_plugin.backends.ranks.agreement import announce_end, gather_objects
+from hf_fsdp_plugin.backends.ranks.agreement import announce_end
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.checkpoint.formats.known_formats import stored_state_dict_type
 from hf_fsdp_plugin.hangs.calls import record
@@ -37,8 +37,7 @@ class RunReporter:
     ``install()`` creates it. It is ended after a failure, too.
 
     The newest accelerator is kept alive until its run is reported, because many scripts create it in a function and
-    return without ``end_training``. An older one is not, because its model may have been deleted to free memory. The
-    others are numbered in the order of their first ``prepare``, so that all ranks report them in the same order.
+    return without ``end_training``. Older ones are not reported, because their models may have been deleted.
     """
 
     def __init__(self) -> None:
@@ -77,23 +76,14 @@ class RunReporter:
         if getattr(sys, "last_type", None) is not None:
             return
         announce_end()
-        existing = {number: found for number, each in enumerate(self._unreported) if (found := each()) is not None}
-        num_missing, found = len(self._unreported), sorted(existing)
-        if not dist.is_initialized():
-            if existing:
-                message = "the process group was destroyed first. Call accelerator.end_training() before it."
-                print_once(f"no report: {message}")
-        elif num_missing:
-            # The garbage collector may have deleted an accelerator on some ranks only.
-            found = sorted(set(existing).intersection(*gather_objects(list(existing))))
-            for number in found:
-                report_run(existing[number])
-        if num_missing > len(found):
-            print_once(
-                f"no report of {plural(num_missing - len(found), 'run')}: the Accelerator or Trainer no longer exists. "
-                "Call accelerator.end_training() while it does."
-            )
-        self._newest = None
+        if self._newest is not None and dist.is_initialized():
+            report_run(self._newest)
+        elif self._newest is not None:
+            print_once("no report: the process group was destroyed first. Call accelerator.end_training() before it.")
+            self.add_reported(self._newest)
+        if self._unreported:
+            runs = plural(len(self._unreported), "run")
+            print_once(f"no report of {runs} before the last one. Call accelerator.end_training() after each run.")
         if session().ambient is not None and not self._has_prepared:
             print_once("nothing was sharded: the config enables FSDP, but the script prepared no model.")
 

@@ -1,18 +1,10 @@
-"""Replacements of methods of ``TrainingArguments``: this package parses the FSDP settings.
-
-Transformers 5 removed the arguments ``fsdp_min_num_params`` and ``fsdp_transformer_layer_cls_to_wrap``, which commands
-and scripts for Transformers 4 pass beside ``fsdp``. They become keys of ``fsdp_config``, as in Transformers 4. A
-subclass of ``TrainingArguments`` that is a dataclass has a constructor of its own. It is replaced when an instance is
-created, because a subclass may be defined before or after ``install``.
-"""
+"""Replacements of methods of ``TrainingArguments``: this package parses the FSDP settings."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import os
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any
 
 from hf_fsdp_plugin.integrations.patching import changes, is_true, set_loading_variables
 from hf_fsdp_plugin.integrations.script_arguments import check_object, print_or_raise
@@ -25,25 +17,22 @@ from hf_fsdp_plugin.sources.script_objects import (
     ARGUMENTS,
     DISTRIBUTED_CONFIG,
     FSDP_SIZES,
-    OLD_KEYS,
     read_distributed_config,
 )
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.strategies import STRATEGIES
-from hf_fsdp_plugin.vocabulary import find_row
 
 _SWITCHES = ("bf16", "fp16", "gradient_checkpointing", "activation_checkpointing")
 """Fields that are settings only if true: false is their default, so the user may not have set it."""
 
 
 def validate_arguments(original: Callable[..., None], arguments: Any, *args: Any, **kwargs: Any) -> None:
-    """Add the arguments of Transformers 4, and set ``use_cpu`` on CPU ranks that a launcher selected.
+    """Set ``use_cpu`` on CPU ranks that a launcher selected.
 
     Without ``use_cpu``, Transformers rejects bf16. With it, Transformers ignores ``ddp_timeout``.
     """
     changes().install("accelerate")
-    _apply_old_arguments(arguments)
-    if any(getattr(arguments, name, None) for name in ("fsdp", "fsdp_config", *OLD_KEYS)):
+    if any(getattr(arguments, name, None) for name in ("fsdp", "fsdp_config")):
         session().ask_for_fsdp()
     if not session().uses_fsdp:
         original(*args, **kwargs)
@@ -94,7 +83,7 @@ def _completed_config(config: Any, spec: FsdpSpec) -> dict[str, Any]:
 
 def fsdp_arguments(arguments: Any) -> dict[str, Any]:
     """Return the FSDP fields that are set in a ``TrainingArguments``, as keyword arguments."""
-    given = {name: getattr(arguments, name, None) for name in ("fsdp", "fsdp_config", *OLD_KEYS)}
+    given = {name: getattr(arguments, name, None) for name in ("fsdp", "fsdp_config")}
     given |= {name: True for name in _SWITCHES if getattr(arguments, name, None)}
     return {name: value for name, value in given.items() if value}
 
@@ -129,68 +118,3 @@ def prepare_distribute_model(
 
             PartialState(cpu=is_true("ACCELERATE_USE_CPU"))
     return original(distributed_config, *args, **kwargs)
-
-
-_CONSTRUCTOR: Final = "transformers.training_args:TrainingArguments.__init__"
-"""The target of the hook whose replacement is :func:`init_arguments`."""
-
-
-def new_arguments(original: Callable[..., Any], kind: type, *args: Any, **kwargs: Any) -> Any:
-    """Replace the constructors of a subclass of ``TrainingArguments`` and of its bases that are dataclasses."""
-    from transformers import TrainingArguments
-
-    for each in kind.__mro__[: kind.__mro__.index(TrainingArguments)]:
-        if {"__init__", "__dataclass_fields__"} <= vars(each).keys() and issubclass(each, TrainingArguments):
-            changes().install_in_subclass(_CONSTRUCTOR, each)
-    return original(kind) if original is object.__new__ else original(kind, *args, **kwargs)
-
-
-def init_arguments(original: Callable[..., None], arguments: Any, *args: Any, **kwargs: Any) -> None:
-    """Accept the arguments as keyword arguments of ``TrainingArguments``, or of a subclass: keep them as attributes."""
-    vars(arguments).update({name: kwargs.pop(name) for name in _old_keys(arguments) if name in kwargs})
-    original(*args, **kwargs)
-
-
-def _old_keys(kind: Any) -> list[str]:
-    """Return the names of the arguments for which a dataclass, or an instance, has no field."""
-    own = {field.name for field in dataclasses.fields(kind)}
-    return [name for name in OLD_KEYS if name not in own]
-
-
-def init_parser(original: Callable[..., None], parser: Any, dataclass_types: Any = None, **kwargs: Any) -> None:
-    """Add the arguments to an ``HfArgumentParser`` for ``TrainingArguments``."""
-    if dataclass_types is not None:
-        given = dataclass_types if isinstance(dataclass_types, Iterable) else [dataclass_types]
-        dataclass_types = [_with_old_fields(kind) for kind in given]
-    original(dataclass_types, **kwargs)
-
-
-@functools.cache
-def _with_old_fields(kind: Any) -> Any:
-    """Return a dataclass that has the arguments as fields, and that creates instances of ``kind``.
-
-    A class other than a subclass of ``TrainingArguments``, or one with fields of these names, is returned itself.
-    """
-    from transformers import TrainingArguments
-
-    if not isinstance(kind, type) or not issubclass(kind, TrainingArguments):
-        return kind
-    added = _old_keys(kind)
-
-    def new(_: type, **given: Any) -> Any:
-        return kind(**{name: value for name, value in given.items() if name not in added or value is not None})
-
-    rows = [(name, find_row(name, ("fsdp",))) for name in added]
-    help_of = {name: row.about.replace("%", "%%") for name, row in rows if row is not None}
-    fields = [(name, str | None, dataclasses.field(default=None, metadata={"help": help_of[name]})) for name in added]
-    namespace = {"__new__": new, "__module__": kind.__module__, "__doc__": kind.__doc__}
-    return dataclasses.make_dataclass(kind.__name__, fields, bases=(kind,), namespace=namespace) if added else kind
-
-
-def _apply_old_arguments(arguments: Any) -> None:
-    """Move the arguments of the ``TrainingArguments`` that are being constructed to its ``fsdp_config``."""
-    given = {name: value for name in _old_keys(arguments) if (value := vars(arguments).pop(name, None))}
-    if given and isinstance(arguments.fsdp_config, Mapping | None):
-        arguments.fsdp_config = {**(arguments.fsdp_config or {}), **given}
-    else:  # a path or JSON text
-        vars(arguments).update(given)

@@ -40,10 +40,9 @@ from hf_fsdp_plugin.checkpoint.reading.resharding import load_model
 from hf_fsdp_plugin.checkpoint.reading.states import load_state_file
 from hf_fsdp_plugin.checkpoint.shards import model_shards
 from hf_fsdp_plugin.checkpoint.writing.state_files import manifest_of
-from hf_fsdp_plugin.integrations import moving_average, peft, resuming
+from hf_fsdp_plugin.integrations import peft, resuming
 from hf_fsdp_plugin.integrations.accelerate.checkpoints import load_fsdp_optimizer
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, has_sharded_model, if_planned, if_sharded
-from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
 from hf_fsdp_plugin.integrations.samples import batch_facts, kept_accumulation
 from hf_fsdp_plugin.integrations.saving import gathered, manager, remove_stale_weights
 from hf_fsdp_plugin.integrations.session import attributes_in_block, current_run
@@ -87,7 +86,6 @@ def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, tri
     with manager().saving(final, manifest, asynchronous=asynchronous, linked=is_own, after=rotate) as save:
         with nullcontext() if is_own else private.using_run_folder(trainer, save.staging.root):
             original(model, trial)
-        moving_average.save_averages(prepared_models(trainer.accelerator), save)
         if trainer.state.best_model_checkpoint == str(save.folder):
             trainer.state.best_model_checkpoint = str(final)
             if trainer.args.should_save:

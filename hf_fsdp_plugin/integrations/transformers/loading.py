@@ -3,7 +3,7 @@
 Transformers maps the files of a checkpoint, and all processes of a machine share the pages of a mapped file. So every
 rank has a whole model, which needs no private memory, if its weights are those of the files.
 
-Weights that differ from the file, because they are cast to another dtype, fused or dequantized, are computed by rank 0
+Weights that differ from the file, because they are cast to another dtype or fused, are computed by rank 0
 alone. The other ranks have the model on the meta device until ``prepare`` sends them their shards, one unit at a time.
 Until then a script can change such a model, but read no values of it
 (:mod:`hf_fsdp_plugin.backends.loading.deferred_weights`).
@@ -15,40 +15,36 @@ ranks but the first. With these replacements, every rank initializes them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from torch import nn
 from transformers import DistributedConfig, modeling_utils
 from transformers.core_model_loading import WeightConverter
 
-from hf_fsdp_plugin.axes import CONTEXT_AXIS, REPLICATE_AXIS, SHARD_AXIS, TENSOR_AXIS
 from hf_fsdp_plugin.backends.loading.deferred_weights import defer_weights
 from hf_fsdp_plugin.backends.loading.equal_weights import parameter_memory
 from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
-from hf_fsdp_plugin.checkpoint.checking.against_model import ModelTensor
 from hf_fsdp_plugin.devices import accelerator_type
 from hf_fsdp_plugin.integrations import patching
 from hf_fsdp_plugin.integrations.accelerate.accelerator import accelerator, mesh_of_world
 from hf_fsdp_plugin.integrations.accelerate.prepare import shard_model
-from hf_fsdp_plugin.integrations.saving import bind_call
 from hf_fsdp_plugin.integrations.script_arguments import print_or_raise
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.integrations.transformers import private
-from hf_fsdp_plugin.integrations.transformers.model_files import check_loaded, check_model, without_progress_bar
+from hf_fsdp_plugin.integrations.transformers.model_files import without_progress_bar
 from hf_fsdp_plugin.messages import print_once
-from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, MeshPlan, ProblemCollector
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, ProblemCollector
 from hf_fsdp_plugin.plan.meta_model import config_and_class
-from hf_fsdp_plugin.plan.resolve import check_divided_layers, check_installed_axes
+from hf_fsdp_plugin.plan.resolve import check_installed_axes
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.rank_variables import launched_rank, launched_world_size
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import MADE_FROM_SPEC
-from hf_fsdp_plugin.text import format_bytes
+from hf_fsdp_plugin.text import format_bytes, format_names
 
 
 def from_pretrained(
@@ -94,13 +90,9 @@ def from_pretrained_on_axes(original: Callable[..., Any], kind: type, *args: Any
         SpecError: the sizes do not fit the world, or the installed Transformers does not have the axes.
     """
     spec = session().trainer_spec or session().ambient or FsdpSpec()
-    mesh = _given_mesh(kwargs)
-    if mesh is not None:
-        kwargs = {name: value for name, value in kwargs.items() if name not in _OLD_TENSOR_ARGUMENTS}
-    elif max(spec.mesh.tensor, spec.mesh.expert) > 1 and not kwargs.keys() & _OWN_LAYOUT:
-        mesh, _ = mesh_of_world(spec, launched_world_size(), "cpu" if spec.launch.use_cpu else accelerator_type())
-    if mesh is None:
+    if max(spec.mesh.tensor, spec.mesh.expert) == 1 or kwargs.keys() & _OWN_LAYOUT:
         return original(*args, **kwargs)
+    mesh, _ = mesh_of_world(spec, launched_world_size(), "cpu" if spec.launch.use_cpu else accelerator_type())
     collector = ProblemCollector(spec)
     check_installed_axes(mesh, collector)
     print_or_raise(collector.problems)
@@ -109,41 +101,6 @@ def from_pretrained_on_axes(original: Callable[..., Any], kind: type, *args: Any
     config = DistributedConfig(**fields, fsdp_cpu_offload=spec.offload.params)
     setattr(config, MADE_FROM_SPEC, True)
     return original(*args, **kwargs, distributed_config=config)
-
-
-_OLD_TENSOR_ARGUMENTS: Final = ("tp_plan", "tp_size", "device_mesh")
-
-
-def _given_mesh(kwargs: Mapping[str, Any]) -> MeshPlan | None:
-    """Return the mesh in the arguments ``tp_plan="auto", device_mesh=…`` of scripts for earlier versions.
-
-    The mesh is that of Accelerate. Transformers 5 ignores it, and divides the layers over all ranks.
-    """
-    mesh = kwargs.get("device_mesh")
-    sizes = dict(zip(getattr(mesh, "mesh_dim_names", None) or (), getattr(mesh, "shape", ()), strict=False))
-    size = sizes.get(TENSOR_AXIS, 1)
-    if size == 1 or kwargs.get("tp_plan", "auto") != "auto" or kwargs.get("tp_size", size) not in (None, size):
-        return None
-    replicate, shard, context = (sizes.get(axis, 1) for axis in (REPLICATE_AXIS, SHARD_AXIS, CONTEXT_AXIS))
-    found = MeshPlan(replicate=replicate, shard=shard, context=context, tensor=size)
-    return found if found.num_shards > 1 else None
-
-
-def distribute_checked_model(
-    original: Callable[..., Any], kind: type, model: Any, distributed_config: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Check that the axes of a ``DistributedConfig`` divide the heads and experts of a model, before its weights load.
-
-    Raises:
-        SpecError: they do not, or the model has no plan for an axis.
-    """
-    collector = ProblemCollector(session().trainer_spec or session().ambient or FsdpSpec())
-    fields = {"replicate": "dp_replicate_size", "shard": "fsdp_size", "tensor": "tp_size", "expert": "ep_size"}
-    sizes = {axis: getattr(distributed_config, field, 1) or 1 for axis, field in fields.items()}
-    check_divided_layers(MeshPlan(**sizes), model, collector)
-    is_planned = any(isinstance(getattr(distributed_config, plan, None), dict) for plan in ("tp_plan", "ep_plan"))
-    print_or_raise([each for each in collector.problems if not (is_planned and each.code == "FSDP-E207")])
-    return original(model, distributed_config, *args, **kwargs)
 
 
 def is_fsdp_enabled(original: Callable[[], bool]) -> bool:
@@ -159,23 +116,20 @@ def load_pretrained_model(
     load_config: Any,
     expected_keys: Any = None,
 ) -> Any:
-    """Check the files and load the weights. Only rank 0 shows a progress bar.
+    """Load the weights. Only rank 0 shows a progress bar.
 
     The parameters have the names of Transformers, whose adapters are loaded with keyword arguments.
     """
     load = functools.partial(original, model, state_dict, checkpoint_files, load_config, expected_keys)
     if not patching.has_fsdp_settings():
         return load()
-    tensors: dict[str, ModelTensor] = {}
-    if checkpoint_files and state_dict is None and expected_keys is None:
-        tensors = check_model(model, checkpoint_files, load_config)
     with nullcontext() if launched_rank() == 0 else without_progress_bar():
         # expected_keys is given only for adapters, and a device mesh only for models that Transformers shards.
         if not patching.loads_ram_efficiently() or expected_keys is not None or load_config.device_mesh is not None:
             result = load()
         else:
             reason = _obstacle(state_dict, checkpoint_files, load_config)
-            is_computed = reason is None and _needs_private_memory(model, checkpoint_files or (), tensors, load_config)
+            is_computed = reason is None and _needs_private_memory(model, checkpoint_files or (), load_config)
             defers = is_computed and launched_rank() != 0
             result = _load_on_meta(original, model, checkpoint_files or (), load_config) if defers else load()
             if is_computed and _has_both_names(model, result[0].missing_keys):
@@ -185,14 +139,22 @@ def load_pretrained_model(
                 defer_weights(model)
             if reason is not None:
                 _report_private_memory(model, reason)
-    check_loaded(model, result[0], load_config)
+    _check_index(model, result[0].missing_keys, load_config)
     return result
+
+
+def _check_index(model: Any, missing: Collection[str], load_config: Any) -> None:
+    """Raise ``SpecError`` if a file lacks a tensor that the index lists. Transformers would initialize it anew."""
+    weight_map = (load_config.sharded_metadata or {}).get("weight_map") or {}
+    tied = private.tied_weights(model)
+    if absent := sorted(set(missing) & weight_map.keys() - tied.keys() - set(tied.values())):
+        message = f"{load_config.pretrained_model_name_or_path}: {weight_map[absent[0]]} does not contain "
+        message += f"{format_names(absent, 3)}, which the index of the model lists there."
+        raise SpecError([Problem(code="FSDP-E459", message=message, fix="Copy the files again.")])
 
 
 def _obstacle(state_dict: Any, files: Sequence[str] | None, load_config: Any) -> str | None:
     """Return why rank 0 cannot load the weights for all ranks; ``None`` if it can."""
-    if isinstance(state_dict, GgufTensors) or private.dequantizes_gguf(load_config.hf_quantizer):
-        return None
     if load_config.is_quantized:
         method = load_config.hf_quantizer.quantization_config.quant_method
         return f"the weights are quantized ({getattr(method, 'value', method)})"
@@ -210,31 +172,19 @@ def _read_shapes(files: Iterable[str], load_config: Any) -> dict[str, Any]:
     return shapes
 
 
-def _needs_private_memory(
-    model: Any, files: Sequence[str], tensors: Mapping[str, ModelTensor], load_config: Any
-) -> bool:
-    """Return whether loaded weights may differ from the mapped files. May be true although none does.
-
-    Args:
-        tensors: name -> tensor of the safetensors files.
-    """
+def _needs_private_memory(model: Any, files: Sequence[str], load_config: Any) -> bool:
+    """Return whether loaded weights may differ from the mapped files. May be true although none does."""
     is_converted = any(isinstance(transform, WeightConverter) for transform in load_config.weight_mapping or ())
-    if is_converted or load_config.is_quantized or getattr(load_config, "disable_mmap", None):
+    if is_converted or getattr(load_config, "disable_mmap", None):
         return True
-    if tensors:
-        stored = {getattr(torch, name, None) for name in {tensor.dtype for tensor in tensors.values()}}
-    else:
-        stored = {tensor.dtype for tensor in _read_shapes(files, load_config).values()}
-    wanted = {tensor.dtype for tensor in model.state_dict().values() if tensor.is_floating_point()}
-    return len({dtype for dtype in stored if dtype is None or dtype.is_floating_point} | wanted) > 1
+    tensors = [*_read_shapes(files, load_config).values(), *model.state_dict().values()]
+    return len({tensor.dtype for tensor in tensors if tensor.is_floating_point()}) > 1
 
 
 def _load_on_meta(original: Callable[..., Any], model: Any, files: Sequence[str], load_config: Any) -> Any:
     """Leave a model on the meta device, in the form that it has on rank 0. No weights are read."""
-    if files and not files[0].endswith(".gguf"):
-        meta_config = replace(load_config, device_map={"": "meta"})
-        return original(model, _read_shapes(files, load_config), None, meta_config, None)
-    return private.loading_result(model, private.tied_weights(model).keys())  # the file has one name of a tied weight
+    meta_config = replace(load_config, device_map={"": "meta"})
+    return original(model, _read_shapes(files, load_config), None, meta_config, None)
 
 
 def _has_both_names(model: Any, missing: Collection[str]) -> bool:
@@ -252,16 +202,3 @@ def _report_private_memory(model: nn.Module, reason: str) -> None:
         )
         fix = "Provide that memory for each rank, or load unquantized weights from safetensors files."
         print_once(Problem(code="FSDP-W660", setting="loading.ram_efficient", message=message, fix=fix))
-
-
-class GgufTensors(dict[str, torch.Tensor]):
-    """The dequantized tensors of a GGUF file; empty on a rank that leaves the model on the meta device."""
-
-
-def load_gguf_checkpoint(original: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Return the content of a GGUF file, which rank 0 dequantizes alone. Newer versions do it tensor by tensor."""
-    call = bind_call(original, args, kwargs)
-    if not call["return_tensors"] or not patching.loads_ram_efficiently():
-        return original(**call)
-    content = original(**call) if launched_rank() == 0 else {**original(call["gguf_checkpoint_path"]), "tensors": {}}
-    return {**content, "tensors": GgufTensors(content["tensors"])}

@@ -1,7 +1,6 @@
 """The files of a model: those that ``from_pretrained`` reads, and those that ``save_pretrained`` writes.
 
-``from_pretrained`` reads a checkpoint of any state dict type. All ranks raise one error about a damaged file, which
-names file and tensor, before they load.
+``from_pretrained`` reads a checkpoint of any state dict type.
 
 ``save_pretrained`` of a sharded model of Transformers or PEFT, or of a model in a sharded model, is called on all
 ranks. Rank 0 writes config, generation config and custom code with the original method, and every rank writes its
@@ -13,7 +12,7 @@ written in the dtype of the parameters that the optimizer updates, which the ori
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,9 @@ from accelerate.utils import convert_file_size_to_int
 from accelerate.utils.modeling import is_peft_model
 from transformers.utils import logging
 
-from hf_fsdp_plugin.backends.ranks.agreement import collective_call, gather_objects, load_failures, on_all_ranks
+from hf_fsdp_plugin.backends.ranks.agreement import collective_call, gather_objects, on_all_ranks
 from hf_fsdp_plugin.backends.sharding.forwards import send_buffers
 from hf_fsdp_plugin.backends.sharding.shard import ModuleLocation, locate_module
-from hf_fsdp_plugin.checkpoint.checking import against_model
-from hf_fsdp_plugin.checkpoint.checking.against_model import ModelTensor
 from hf_fsdp_plugin.checkpoint.names import HF_MODEL, safetensors_file
 from hf_fsdp_plugin.checkpoint.shards import ModelShards
 from hf_fsdp_plugin.checkpoint.whole_weights import with_whole_weights
@@ -40,110 +37,21 @@ from hf_fsdp_plugin.integrations.session import attributes_in_block
 from hf_fsdp_plugin.integrations.torch_functions import flat_storages, is_shard
 from hf_fsdp_plugin.integrations.transformers import private
 from hf_fsdp_plugin.plan.names import canonical_name
-from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem, SpecError
-from hf_fsdp_plugin.state import process
+from hf_fsdp_plugin.problems import CheckpointError, Problem, SpecError
 from hf_fsdp_plugin.text import format_names, plural
 
 _NOT_SHARED = "FSDP-E405"
-_COPY = "Copy the file again, or add the key."
-
-
-class _Headers(dict[tuple[str, ...], dict[str, ModelTensor]]):
-    """The tensors of the files of a model, from when the files are found until the weights are loaded."""
-
-
-_headers = process.owns(_Headers)
-
-
-@contextmanager
-def raised_everywhere() -> Iterator[None]:
-    """Make all ranks raise the error of a damaged file."""
-    try:
-        yield
-    except SpecError as error:
-        load_failures().raise_everywhere(error)
-
-
-def get_shard_files(
-    original: Callable[..., Any], pretrained_model_name_or_path: Any, index_filename: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Check the index of a model before the names of its files are read from it."""
-    if not has_fsdp_settings() or not os.path.isfile(index_filename):
-        return original(pretrained_model_name_or_path, index_filename, *args, **kwargs)
-    with raised_everywhere():
-        against_model.check_model_index(Path(index_filename), is_local=os.path.isdir(pretrained_model_name_or_path))
-        try:
-            return original(pretrained_model_name_or_path, index_filename, *args, **kwargs)
-        except KeyError as error:
-            message = f"is not a valid index of weights: it has no {error}, which Transformers requires."
-            origin = Origin(source=os.fspath(index_filename))
-            raise CheckpointError([Problem(code="FSDP-E453", message=message, fix=_COPY, origin=origin)]) from error
 
 
 def resolve_files(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Find the files of a model, which may be those of a merged copy of a checkpoint, and read their headers."""
-    load_failures().close()  # this rank tries another load, or the next one
-    _headers().clear()
+    """Find the files of a model, which may be those of a merged copy of a checkpoint."""
     if not has_fsdp_settings():
         return original(*args, **kwargs)
     call = bind_call(original, args, kwargs)
     source = call["pretrained_model_name_or_path"]
     if source is not None and os.path.isdir(source) and not call["gguf_file"]:
-        with raised_everywhere():
-            call["pretrained_model_name_or_path"] = os.fspath(with_whole_weights(Path(source)))
-    files, metadata = original(**call)
-    if files:
-        with raised_everywhere():
-            _headers()[tuple(files)] = against_model.read_model_headers(files)
-    return files, metadata
-
-
-def check_model(model: Any, files: Sequence[str], load_config: Any) -> dict[str, ModelTensor]:
-    """Compare the tensors of the files with the index and with the model. No weights are read.
-
-    Returns:
-        name -> tensor of the safetensors files.
-
-    Raises:
-        SpecError: on all ranks; the model needs a tensor that is missing, or that has another shape.
-    """
-    with raised_everywhere():
-        tensors = _headers().pop(tuple(files), None)
-        if tensors is None:
-            tensors = against_model.read_model_headers(files)
-        if not tensors or load_config.is_quantized or load_config.device_mesh is not None:
-            return tensors
-        state = model.state_dict()
-        expected = {name: tuple(tensor.shape) for name, tensor in state.items() if hasattr(tensor, "shape")}
-        weight_map = (load_config.sharded_metadata or {}).get("weight_map") or {}
-        absent = weight_map.keys() - tensors.keys()
-        odd = {name for name, tensor in tensors.items() if expected.get(name) != tensor.shape}
-        loaded = private.loaded_names(model, load_config.weight_mapping, [*absent, *odd])
-        if absent:
-            given = {loaded.get(name, (name, True))[0] for name in tensors}
-            tied = private.tied_weights(model)
-            others = expected.keys() - given - tied.keys() - set(tied.values())
-            needed = set(against_model.required_names(model, others))
-            lacking = [name for name in absent if loaded[name][0] in needed]
-            against_model.raise_absent_tensors(lacking, weight_map, files)
-        mismatches = [
-            (target, tensors[name].file, tensors[name].shape, expected[target])
-            for name in (odd if not load_config.ignore_mismatched_sizes else ())
-            for target, is_unchanged in [loaded[name]]
-            if is_unchanged and target in expected and expected[target] != tensors[name].shape
-        ]
-        against_model.raise_shape_mismatches(mismatches, type(model).__name__, "")
-    return tensors
-
-
-def check_loaded(model: Any, loading_info: Any, load_config: Any) -> None:
-    """Raise the error about shapes that were only known after weights had been converted."""
-    if load_config.ignore_mismatched_sizes or not loading_info.mismatched_keys:
-        return
-    with raised_everywhere():
-        mismatches = [(name, "", stored, expected) for name, stored, expected in loading_info.mismatched_keys]
-        source = str(load_config.pretrained_model_name_or_path)
-        against_model.raise_shape_mismatches(mismatches, type(model).__name__, source)
+        call["pretrained_model_name_or_path"] = os.fspath(with_whole_weights(Path(source)))
+    return original(**call)
 
 
 def save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -177,7 +85,7 @@ def save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwar
 def _save_together(original: Callable[..., Any], model: Any, place: ModuleLocation, call: dict[str, Any]) -> None:
     """Write the weights of all ranks to the folders of the main processes. Collective."""
     with on_all_ranks("reading the layout of the model"):
-        _check_supported(model, call)
+        _check_supported(model)
         shards = shards_at(place)
     folder = str(Path(call["save_directory"]).absolute())
     folders = [folder for folder, writes in gather_objects((folder, bool(call["is_main_process"]))) if writes]
@@ -285,17 +193,11 @@ def _check_given_state(model: Any, place: ModuleLocation, state: Mapping[str, An
         raise SpecError([Problem(code="FSDP-E671", message=message, fix=fix)])
 
 
-def _check_supported(model: Any, call: Mapping[str, Any]) -> None:
+def _check_supported(model: Any) -> None:
     if private.is_quantized(model) and not stores_adapters(model):
         message = f"the weights of {type(model).__name__} are quantized and sharded, and cannot be stored as one model."
         fix = "Save the adapters that were trained (PeftModel.save_pretrained); the base model is unchanged."
         raise SpecError([Problem(code="FSDP-E673", message=message, fix=fix)])
-    if call.get("path_initial_model_for_weight_conversion") is not None:
-        message = (
-            "path_initial_model_for_weight_conversion loads a second adapter into the model, which is sharded already."
-        )
-        fix = "Save without it, load the adapter in one process, and convert it there."
-        raise SpecError([Problem(code="FSDP-E675", message=message, fix=fix)])
 
 
 @contextmanager

@@ -6,11 +6,10 @@ listed in :mod:`hf_fsdp_plugin.integrations.hooks` instead.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ _MODEL = "transformers.modeling_utils:PreTrainedModel"
 _CONVERSION = "transformers.core_model_loading"
 _FILES = "the folder of a saved model"
 _LOADED = "a model that `from_pretrained` has sharded"
-_READING = "sharding a model while it is read"
 _MARKS = ("_is_distributed_loading_by_transformers", "_device_mesh")
 """Attributes of a model that ``from_pretrained`` has sharded. The Trainer of 5.18 reads only the second."""
 CONTRACTS = (
@@ -41,11 +39,6 @@ CONTRACTS = (
     Contract(target="transformers.distributed.mixin:_is_distributed_loading_by_transformers", without="off",
              use=_LOADED, behavior="`from_pretrained` marks a model that it has sharded.", since="5.19"),
     *contracts_of(_CONVERSION, "refused", _FILES, "revert_weight_conversion"),
-    *contracts_of(_CONVERSION, "refused", _READING, "WeightConverter", "WeightRenaming", "rename_source_key"),
-    *contracts_of("transformers.utils.loading_report", "refused", _READING, "LoadStateDictInfo"),
-    *contracts_of(_MODEL, "refused", _READING, "base_model_prefix"),
-    Contract(target="transformers.initialization:_is_hf_initialized", without="refused", use=_READING,
-             behavior="Weights with this mark are not initialized."),
 )  # fmt: skip
 
 
@@ -82,44 +75,6 @@ def stored_state(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.
 
     stored: dict[str, torch.Tensor] = revert_weight_conversion(model, state)
     return stored
-
-
-def loaded_names(model: Any, weight_mapping: Any, names: Iterable[str]) -> dict[str, tuple[str, bool]]:
-    """Return stored name -> (name of the weight that it is loaded into, whether it is loaded without a conversion)."""
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    # Copies, because a transform remembers that it has been used.
-    transforms = copy.deepcopy(list(weight_mapping or ()))
-    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
-    converters = [each for each in transforms if isinstance(each, WeightConverter)]
-    expected, found = model.state_dict(), {}
-    for name in names:
-        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, expected)
-        if target not in expected and name in expected:  # as Transformers does
-            target, pattern = rename_source_key(name, [], [], model.base_model_prefix, expected)
-        found[name] = (target, pattern is None)
-    return found
-
-
-def dequantizes_gguf(quantizer: Any) -> bool:
-    """Return whether a quantizer dequantizes a GGUF file tensor by tensor. Most architectures read the whole file."""
-    method = getattr(getattr(quantizer, "quantization_config", None), "quant_method", None)
-    is_gguf = getattr(method, "value", method) == "gguf"
-    return is_gguf and bool(getattr(quantizer, "supported", False) and quantizer.quantization_config.dequantize)
-
-
-def loading_result(model: Any, missing: Collection[str]) -> tuple[Any, None]:
-    """Return the result of ``_load_pretrained_model`` for a load without errors, and mark the weights as loaded."""
-    from transformers.utils.loading_report import LoadStateDictInfo
-
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if name not in missing:
-            tensor._is_hf_initialized = True
-    info = LoadStateDictInfo(
-        missing_keys=set(missing), unexpected_keys=set(), mismatched_keys=set(), error_msgs=[],
-        conversion_errors={}, skipped_pp_keys=set(),
-    )  # fmt: skip
-    return info, None
 
 
 def run_folder(trainer: Any, trial: Any) -> Path:

@@ -13,22 +13,19 @@ To support the Trainer of another library:
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import find_labels
 
-from hf_fsdp_plugin.backends.optimizers.parameters import replicate_parameters
 from hf_fsdp_plugin.backends.ranks.agreement import TRAINING_LIMIT, preparation_limit, wait_for_all_ranks
-from hf_fsdp_plugin.backends.sharding.script_access import num_parameters
-from hf_fsdp_plugin.backends.sharding.shard import create_with_original_shapes, plan_of
+from hf_fsdp_plugin.backends.sharding.script_access import ParameterCounts
+from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.checkpoint.names import TRAINER_PREFIX
-from hf_fsdp_plugin.integrations import moving_average, patching, resuming
+from hf_fsdp_plugin.integrations import patching, resuming
 from hf_fsdp_plugin.integrations.accelerate import run_report
 from hf_fsdp_plugin.integrations.accelerate.accelerator import is_left_to_transformers
 from hf_fsdp_plugin.integrations.accelerate.plugin import if_planned, if_sharded, planned_plugin
@@ -51,8 +48,7 @@ from hf_fsdp_plugin.plan.units import distributed_config_of
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import with_script_settings
-from hf_fsdp_plugin.state import parts_of
-from hf_fsdp_plugin.text import format_names
+from hf_fsdp_plugin.state import find_part, parts_of
 from hf_fsdp_plugin.torch_private.fsdp1 import flat_shapes
 
 
@@ -115,16 +111,15 @@ def set_signature_columns(original: Callable[[], None], trainer: Any) -> None:
 
 def get_model_param_count(original: Callable[..., int], model: Any, trainable_only: bool = False) -> int:
     """Return the number of whole parameters. Transformers counts this rank's pieces of FSDP1."""
-    if isinstance(model, FullyShardedDataParallel):
-        return num_parameters(model, model, only_trainable=trainable_only)
-    return original(model, trainable_only=trainable_only)
+    if (counts := find_part(model, ParameterCounts)) is None:
+        return original(model, trainable_only=trainable_only)
+    return counts.trainable if trainable_only else counts.total
 
 
 def get_num_trainable_parameters(original: Callable[[], int], trainer: Any) -> int:
     """Return the number of whole trainable parameters. The Trainer counts this rank's pieces of FSDP1."""
-    if isinstance(trainer.model, FullyShardedDataParallel):
-        return num_parameters(trainer.model, trainer.model, only_trainable=True)
-    return original()
+    counts = find_part(trainer.model, ParameterCounts)
+    return original() if counts is None else counts.trainable
 
 
 class StartChecks(TrainerCallback):
@@ -193,11 +188,7 @@ def evaluation_loop(original: Callable[..., Any], trainer: Any, *args: Any, **kw
     if trainer.gather_function == trainer.accelerator.gather:
         # Seq2SeqTrainer's choice keeps the samples that are repeated to give all ranks as many batches.
         trainer.gather_function = trainer.accelerator.gather_for_metrics
-    with ExitStack() as stack:
-        stack.enter_context(_without_full_eval(trainer))
-        for callback in trainer.callback_handler.callbacks:
-            if isinstance(callback, ExponentialMovingAverageCallback):
-                stack.enter_context(callback.evaluating())
+    with _without_full_eval(trainer):
         return original(*args, **kwargs)
 
 
@@ -218,14 +209,13 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
     """
     if trainer.model is not None:  # the Trainer removes it after each trial of a hyperparameter search
         private.show_loading(trainer.model)
-    replicate_parameters_of_losses(trainer)
     current_run().num_trainings += 1
-    resume = found = args[0] if args else kwargs.get("resume_from_checkpoint")
+    resume = args[0] if args else kwargs.get("resume_from_checkpoint")
     resuming.attempt().agree(f"{type(trainer).__name__}.train")
     if resuming.is_started_again() or resume:
         found = checkpoint_to_resume(trainer, resume)
         args, kwargs = (found, *args[1:]), {k: v for k, v in kwargs.items() if k != "resume_from_checkpoint"}
-    prepare_moving_averages(trainer, found)
+    refuse_whole_averages(trainer)
     if (dtype := _full_eval(trainer)) is not None:
         message = f"{dtype}_full_eval converts the whole model to {dtype} after a training, but the weights are "
         message += "shards, which the training computes in another dtype."
@@ -234,26 +224,32 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
     callbacks = (StartChecks(trainer), agreed := AgreedCheckpoint(trainer))
     for callback in callbacks:
         trainer.add_callback(callback)
-    create = partial(create_optimizer, trainer, _own_create_optimizer(trainer))
     try:
         with (
-            attributes_in_block(trainer, create_optimizer=create),
             private.loading_sharded_models(trainer, load_other_model),
             private.saving_own_checkpoints(trainer, save_checkpoint),
             _without_full_eval(trainer),
         ):
             result = original(*args, **kwargs)
+    except SystemExit:
+        if agreed.has_exited:
+            _report_training(trainer)
+        raise
     finally:
         agreed.close()
         for callback in callbacks:
             trainer.remove_callback(callback)
     manager().wait()
+    _report_training(trainer)
+    return result
+
+
+def _report_training(trainer: Any) -> None:
+    """Write the report of a training that has ended, with its last checkpoint."""
     folder = trainer.args.output_dir
     checkpoint = Path(folder) / f"{TRAINER_PREFIX}{trainer.state.global_step}"
     last = checkpoint if checkpoint.is_dir() else None
-    batch = private.trainer_batch(trainer)
-    run_report.report_run(trainer.accelerator, output_dir=folder, batch=batch, checkpoint=last)
-    return result
+    run_report.report_run(trainer.accelerator, output_dir=folder, batch=private.trainer_batch(trainer), checkpoint=last)
 
 
 def _full_eval(trainer: Any) -> Literal["bf16", "fp16"] | None:
@@ -270,114 +266,36 @@ def _without_full_eval(trainer: Any) -> AbstractContextManager[None]:
     return attributes_in_block(trainer.args, bf16_full_eval=False, fp16_full_eval=False)
 
 
-def _own_create_optimizer(trainer: Any) -> Callable[..., Any]:
-    """Return the method of a Trainer, which may be a copy of one that trains, with the replacement of that one."""
-    method = vars(trainer).get("create_optimizer")
-    if isinstance(method, partial) and method.func is create_optimizer:
-        return partial(type(trainer).create_optimizer, trainer)
-    own: Callable[..., Any] = trainer.create_optimizer
-    return own
+def refuse_whole_averages(trainer: Any) -> None:
+    """Raise ``SpecError`` for a callback of TRL that averages whole copies of the weights."""
+    for callback in trainer.callback_handler.callbacks:
+        if any(base.__name__ == "BEMACallback" for base in type(callback).__mro__):
+            message = f"{type(callback).__name__} averages whole copies of the weights, but each rank has only shards."
+            fix = "Average the shards, which are model.parameters() after prepare(), or train without FSDP."
+            raise SpecError([Problem(code="FSDP-E627", message=message, fix=fix)])
 
 
-def create_optimizer(trainer: Any, create: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Create the optimizer of a Trainer, which sees the original shapes of a model that FSDP1 has sharded before."""
-
-    def created() -> Any:
-        create(*args, **kwargs)
-        return trainer.optimizer
-
-    model = next(iter((*args, *kwargs.values())), None)
-    create_with_original_shapes(trainer.model if model is None else model, created)
-    return trainer.optimizer
-
-
-@patching.override_hooked_methods(Trainer)
 class FsdpTrainerMixin:
-    """Mixin for Trainers of other libraries: ``class MyTrainer(FsdpTrainerMixin, SFTTrainer)``.
+    """Mixin for Trainers without ``install``: ``class MyTrainer(FsdpTrainerMixin, SFTTrainer)``.
 
     The settings are read by :class:`FsdpTrainingArguments`, or by any ``TrainingArguments`` after ``install``.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        patching.changes().install("accelerate", "transformers")
+        super().__init__(*args, **kwargs)
 
 
 class FsdpTrainer(FsdpTrainerMixin, Trainer):
     """``transformers.Trainer`` that applies every FSDP setting and reports what ran."""
 
 
-@patching.override_hooked_methods(TrainingArguments)
 class FsdpTrainingArguments(TrainingArguments):
     """``transformers.TrainingArguments`` that keeps every FSDP setting and refuses unsupported ones."""
 
-
-class ExponentialMovingAverageCallback(TrainerCallback):
-    """Averages the trained weights after each optimizer step of a Trainer with FSDP.
-
-    Each checkpoint contains the averages, and a resumed training continues them. With ``load_best_model_at_end``, those
-    of the best checkpoint are loaded.
-
-    Args:
-        decay: see :class:`ExponentialMovingAverage`.
-        evaluate: whether ``evaluate`` and ``predict`` compute with the averages, during and after the training.
-        export: the folder, relative to ``output_dir``, to which the model with the averages is written at the end of
-            the training; ``None`` for none.
-
-    Attributes:
-        average: the average, from the begin of the training on.
-        resume_from: the checkpoint from which the training resumes.
-    """
-
-    def __init__(self, decay: float = 0.999, *, evaluate: bool = True, export: str | None = "ema") -> None:
-        self.average: moving_average.ExponentialMovingAverage | None = None
-        self.resume_from: Path | None = None
-        self._decay, self._evaluate, self._export = decay, evaluate, export
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.average = moving_average.ExponentialMovingAverage(model, self._decay)
-        if self.resume_from is not None:
-            self.average.load(self.resume_from)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        assert self.average is not None
-        self.average.update()
-
-    def on_train_end(
-        self, args: Any, state: Any, control: Any, model: Any = None, processing_class: Any = None, **kwargs: Any
-    ) -> None:
-        assert self.average is not None
-        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            self.average.load(Path(state.best_model_checkpoint))
-        inner: Any = unwrapped(model)
-        if self._export is None or not hasattr(inner, "save_pretrained"):
-            return
-        folder = Path(args.output_dir) / self._export
-        with self.average.applied():
-            inner.save_pretrained(str(folder))
-        if processing_class is not None and state.is_world_process_zero:
-            processing_class.save_pretrained(str(folder))
-
-    def __deepcopy__(self, memo: Any) -> ExponentialMovingAverageCallback:
-        """Return a callback with the same settings for another Trainer."""
-        return ExponentialMovingAverageCallback(self._decay, evaluate=self._evaluate, export=self._export)
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        """Let the model have the averages in the block, if they are used for evaluations."""
-        if not self._evaluate or self.average is None or self.average.is_applied:
-            return nullcontext()
-        return self.average.applied()
-
-
-def prepare_moving_averages(trainer: Any, checkpoint: Any) -> None:
-    """Tell the callbacks from which checkpoint the training resumes, and refuse callbacks that cannot average shards.
-
-    Raises:
-        SpecError: a callback of TRL averages whole copies of the weights.
-    """
-    for callback in trainer.callback_handler.callbacks:
-        if any(base.__name__ == "BEMACallback" for base in type(callback).__mro__):
-            message = f"{type(callback).__name__} averages whole copies of the weights, but each rank has only shards."
-            fix = "Use hfp.ExponentialMovingAverageCallback, which averages the shards, or train without FSDP."
-            raise SpecError([Problem(code="FSDP-E627", message=message, fix=fix)])
-        if isinstance(callback, ExponentialMovingAverageCallback):
-            callback.resume_from = Path(checkpoint) if isinstance(checkpoint, str | Path) else None
+    def __post_init__(self) -> None:
+        patching.changes().install("accelerate", "transformers")
+        super().__post_init__()
 
 
 @if_sharded
@@ -390,37 +308,3 @@ def prediction_step(original: Callable[..., Any], trainer: Any, *args: Any, **kw
         return original(*args, **kwargs)
     with attributes_in_block(trainer, model=trainer.model.module):
         return original(*args, **kwargs)
-
-
-def replicate_parameters_of_losses(trainer: Any) -> None:
-    """Keep the parameters of a Trainer's losses on every rank, such as those of ``SoftmaxLoss``. Collective.
-
-    The model in a loss is sharded as the Trainer's model. In a further trial of a hyperparameter search, the Trainer
-    has no model yet, and the losses are those of the first trial.
-
-    Raises:
-        SpecError: a loss has modules with weights of the model, which are not sharded with it.
-    """
-    if trainer.model is None:
-        return
-    inside = {id(module) for module in trainer.model.modules()} | {id(unwrapped(trainer.model))}
-    own = {id(parameter) for parameter in trainer.model.parameters()}
-    given = vars(trainer).get("loss")  # it may be one for each data set
-    for loss in given.values() if isinstance(given, dict) else (given,):
-        if not isinstance(loss, nn.Module):
-            continue
-        found = {
-            f"{path}.{name}".lstrip("."): parameter
-            for path, module in loss.named_modules()
-            if id(module) not in inside
-            for name, parameter in module.named_parameters(recurse=False)
-        }
-        if tied := [name for name, parameter in found.items() if id(parameter) in own]:
-            message = (
-                f"{type(loss).__name__} has modules with weights of the model ({format_names(tied)}). The model is "
-                "sharded, so these modules would keep the untrained weights."
-            )
-            fix = "Untie them (DenoisingAutoEncoderLoss: tie_encoder_decoder=False with a decoder_name_or_path), or "
-            fix += "train without FSDP."
-            raise SpecError([Problem(code="FSDP-E654", message=message, fix=fix)])
-        replicate_parameters(found.values(), trainer.accelerator.device)

@@ -6,8 +6,6 @@ the units and settings of the plan of this package, or, as DDP, by stock Acceler
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import gc
 import json
 import os
@@ -27,7 +25,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, se
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
-from hf_fsdp_plugin.devices import Device, get_device
+from hf_fsdp_plugin.devices import get_device
 from hf_fsdp_plugin.hangs.watch_files import write_if_possible
 from hf_fsdp_plugin.integrations.accelerate.accelerator import accelerator as planned_accelerator
 from hf_fsdp_plugin.integrations.accelerate.private import SharedStates, set_in_states
@@ -53,8 +51,6 @@ _NUM_BATCHES: Final = 4
 _SEED: Final = 0
 _TIMEOUT: Final = timedelta(minutes=10)
 """Time without progress after which a case fails."""
-_STATUS: Final = Path("/proc/self/status")
-_RESET: Final = Path("/proc/self/clear_refs")
 _PREFIXES: Final = ("ACCELERATE_", "FSDP_", "PARALLELISM_")
 
 
@@ -68,7 +64,8 @@ class CaseRunner:
     def __init__(self, job: WorldJob, device: torch.device, given: Sequence[SourceSettings]) -> None:
         self._job, self._device, self._given = job, device, given
         self._table = get_device(device.type)
-        self._memory = PeakMemory(self._table)
+        self._on_cpu = device.type == "cpu"
+        self._memory = torch.get_device_module(device.type)
         self._environ = _settings_in(os.environ)
         size, num_ranks = job.workload["micro_batch"], dist.get_world_size()
         data = MadeData(meta_model(job.model), num_ranks * _NUM_BATCHES * size, num_tokens=job.workload["seq_len"])
@@ -84,7 +81,7 @@ class CaseRunner:
             loop = self._build(case)
             loop.step(self._batch(0))
             del loop
-            self._memory.free()
+            self._free()
 
     def run(self, group: CaseGroup) -> list[dict[str, Any]]:
         """Measure a group of cases, and return what is added to the row of each case. Collective."""
@@ -92,19 +89,12 @@ class CaseRunner:
         loops: dict[Case, Loop] = {}
         rows: dict[Case, dict[str, Any]] = {}
         for case in group:
-            held = self._memory.free()
+            held = self._free()
             loops[case] = self._build(case)
             for index in range(workload["warm_up"]):
                 loops[case].step(self._batch(index))
-            self._memory.reset()
-            loops[case].step(self._batch(0))
-            self._table.synchronize()
-            peak = self._memory.peak()
-            # Of all ranks, the largest peak above what was held before the loop was built.
-            grown = torch.tensor(-1 if peak is None or held is None else max(0, peak - held))
-            dist.all_reduce(grown, dist.ReduceOp.MAX)
+            peaks = self._measure_peak(loops[case], held)
             loops[case].leave()
-            peaks = {"peak_bytes": int(grown) if grown >= 0 else None, "peak_source": self._memory.source}
             rows[case] = {"case": case.name, **peaks, "seconds": [], "losses": []}
         for block in range(workload["blocks"]):
             for case in group if block % 2 == 0 else reversed(group):
@@ -112,8 +102,27 @@ class CaseRunner:
                 rows[case]["seconds"].append(seconds)
                 rows[case]["losses"].append(loss)
         loops.clear()
-        self._memory.free()
+        self._free()
         return list(rows.values())
+
+    def _free(self) -> int:
+        """Return unused memory to the device, and return the bytes that are held."""
+        gc.collect()
+        if self._on_cpu:
+            return 0
+        self._memory.empty_cache()
+        return int(self._memory.memory_allocated())
+
+    def _measure_peak(self, loop: Loop, held: int) -> dict[str, Any]:
+        """Make a step, and return the largest peak of all ranks above `held`; ``None`` on the CPU."""
+        if self._on_cpu:
+            return {"peak_bytes": None, "peak_source": None}
+        self._memory.reset_peak_memory_stats()
+        loop.step(self._batch(0))
+        self._table.synchronize()
+        grown = torch.tensor(max(0, int(self._memory.max_memory_allocated()) - held))
+        dist.all_reduce(grown, dist.ReduceOp.MAX)
+        return {"peak_bytes": int(grown), "peak_source": self._table.peak_source}
 
     def _build(self, case: Case) -> Loop:
         for name in _settings_in(os.environ).keys() - self._environ.keys():
@@ -246,43 +255,6 @@ def stock_accelerator(plan: FsdpPlan, device: torch.device) -> Accelerator:
 
 def _settings_in(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name.startswith(_PREFIXES)}
-
-
-class PeakMemory:
-    """On accelerators, bytes of tensors in the allocator; on the CPU, resident memory of the process (Linux only)."""
-
-    def __init__(self, device: Device) -> None:
-        self._module = None if device.type == "cpu" else torch.get_device_module(device.type)
-        self.source = "resident memory" if self._module is None else device.peak_source
-
-    def free(self) -> int | None:
-        """Return unused memory to the system or device, and return what is held; ``None`` if that is unknown."""
-        gc.collect()
-        if self._module is not None:
-            self._module.empty_cache()
-            return int(self._module.memory_allocated())
-        with contextlib.suppress(OSError, AttributeError):  # the C library is not glibc
-            ctypes.CDLL(None).malloc_trim(0)  # later cases would use unseen what tensors have freed
-        return _resident("VmRSS")
-
-    def reset(self) -> None:
-        """Begin a new peak. Without this function of the system, the peak is that of the process."""
-        if self._module is not None:
-            self._module.reset_peak_memory_stats()
-            return
-        with contextlib.suppress(OSError):
-            _RESET.write_text("5")  # proc(5): resets the peak resident set size
-
-    def peak(self) -> int | None:
-        return _resident("VmHWM") if self._module is None else int(self._module.max_memory_allocated())
-
-
-def _resident(name: str) -> int | None:
-    try:
-        lines = _STATUS.read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
 
 
 def main(folder: Path) -> None:

@@ -18,15 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_plugin.cli.main import make_parser
-from hf_fsdp_plugin.cli.output import OK, PROBLEMS, in_line_order, print_json, print_problems
+from hf_fsdp_plugin.cli.output import OK, PROBLEMS, in_line_order, print_json
 from hf_fsdp_plugin.launcher.flags import Parser, add_override_flag, add_setting_flags
-from hf_fsdp_plugin.problems import Problem, UsageError, has_errors
+from hf_fsdp_plugin.problems import Problem, has_errors
 from hf_fsdp_plugin.sources.environment import default_config_file
 from hf_fsdp_plugin.sources.interface import Sources, config_of
-from hf_fsdp_plugin.sources.tree import MAX_BYTES, ConfigFile, ConfigFileError, read_text
+from hf_fsdp_plugin.sources.tree import MAX_BYTES, ConfigFile
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
-from hf_fsdp_plugin.text import printable
-from hf_fsdp_plugin.tools.check.output import Checked, check_sources, plan_of_model, verdict_line
+from hf_fsdp_plugin.tools.check.output import Checked, check_sources, plan_of_model
 from hf_fsdp_plugin.tools.common import check_needs, whole_number
 from hf_fsdp_plugin.tools.convert.conversion import with_converted_config
 from hf_fsdp_plugin.tools.preflight import run as preflight
@@ -39,7 +38,6 @@ MAX_WORLD_SIZE = 1 << 20
 
 def add_arguments(parser: Parser) -> None:
     add_config_arguments(parser, several=True)
-    parser.add_argument("--fix", action="store_true", help="print the config with misspelled keys and values corrected")
     parser.add_argument("--model", metavar="DIR|ID", help="resolve the config against this model")
     size, about = whole_number(1, MAX_WORLD_SIZE), "number of ranks (default: num_processes)"
     parser.add_argument("--world-size", type=size, metavar="N", help=about)
@@ -94,8 +92,6 @@ def run(args: argparse.Namespace) -> int:
         files = [None if is_set else default_config_file(os.environ)]
     if args.run:
         preflight.check_run_usage(args, len(files))
-    if args.fix:
-        return _fix(args, files)
     checked = [_with_run(args, file) if args.run else check_config(args, file) for file in files]
     if args.json:
         results = [_result(args, one) for one in checked]
@@ -166,33 +162,6 @@ def _result(args: argparse.Namespace, checked: Checked) -> dict[str, Any]:
         result["run"] = checked.run.tree if checked.run is not None else None
         result["ok"] &= checked.run is not None and checked.run.tree["ok"]
     return result
-
-
-def _fix(args: argparse.Namespace, files: Sequence[ConfigFile | None]) -> int:
-    """Print the corrected config on stdout; the corrections, the remaining problems and the verdict on stderr."""
-    from hf_fsdp_plugin.tools.config.text import apply_suggestions
-
-    if args.json or len(files) != 1 or files[0] is None:
-        raise UsageError("--fix needs one config, and prints no JSON.")
-    file = files[0]
-    checked = check_config(args, file)
-    try:
-        text = read_text(file)
-    except ConfigFileError:
-        print_problems(checked.problems)
-        return checked.exit_code
-    while True:  # a corrected key may have a misspelled value
-        text, corrections = apply_suggestions(text, checked.problems, file.shown)
-        if not corrections:
-            break
-        print("\n".join(map(printable, corrections)), file=sys.stderr)
-        checked = check_config(args, replace(file, data=text.encode()))
-    sys.stderr.flush()
-    sys.stdout.write(text)
-    sys.stdout.flush()
-    print_problems(problem for problem in checked.problems if problem.severity != "note")
-    print(verdict_line(checked.spec, checked.problems, f"{file.shown} (corrected)"), file=sys.stderr)
-    return checked.exit_code
 
 
 def smallest_world_size(spec: FsdpSpec) -> int:

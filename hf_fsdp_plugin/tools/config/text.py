@@ -6,21 +6,17 @@ In an existing text everything else stays: order, comments, blanks, quotes.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
-import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import yaml
 
 from hf_fsdp_plugin.axes import MODEL_AXES
-from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_value
-from hf_fsdp_plugin.vocabulary import BY_NAME, PREFIXES, TABLES, Scope, SettingRow, find_row, nearest_word, plain_key
+from hf_fsdp_plugin.vocabulary import BY_NAME, PREFIXES, TABLES, Scope, SettingRow, find_row, plain_key
 
 _STOCK_NAMES: Final = frozenset({"wrap.policy", "prefetch.backward", "checkpoint.state_dict"})
 """Settings whose values stock Accelerate accepts under one name only, such as ``TRANSFORMER_BASED_WRAP``."""
@@ -40,8 +36,6 @@ _SAME: Final[Mapping[str, Collection[str]]] = {
 """Setting -> names of the rows whose keys set it."""
 _OTHER_ENGINES: Final = ("deepspeed_config", "megatron_lm_config")
 """Sections that FSDP refuses unless they are empty."""
-_MISSPELLED_KEY: Final = "FSDP-E020"
-_WORD: Final = re.compile(r"[\w.-]+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,22 +128,20 @@ def new_text(lines: Sequence[SettingLine], *, is_json: bool = False) -> str:
     return as_json(text) if is_json else text
 
 
-def changed_text(
-    text: str, lines: Sequence[SettingLine], unused: Collection[str], present: FsdpSpec, *, is_json: bool = False
-) -> str:
-    """Return the text of an existing file in which only settings with another value are changed.
+def changed_text(text: str, new: Sequence[SettingLine], unused: Collection[str], *, is_json: bool = False) -> str:
+    """Return the text of an existing file in which some settings are changed.
 
     Args:
-        lines: the settings that the file shall have.
+        new: the settings that have another value or another key.
         unused: canonical names whose keys are removed.
-        present: the settings that the file has.
     """
-    new = [line for line in lines if not (present.asked(line.name) and present.get(line.name) == line.means)]
     text, is_json = in_yaml(text, is_json=is_json)
     if not text:
         return new_text(new, is_json=is_json)
     if any(_changes(text, new, unused)):
-        text = edited(text, lambda block: _changes(block, new, unused))
+        newline = "\r\n" if "\r\n" in text else "\n"
+        text = in_block_style(text, _SECTIONS.values())
+        text = change_keys(text, *_changes(text, new, unused)).replace("\n", newline)
     return as_json(text) if is_json else text
 
 
@@ -161,13 +153,6 @@ def in_yaml(text: str, *, is_json: bool) -> tuple[str, bool]:
         tree = yaml.safe_load(text.replace("\t", " "))
         text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=1 << 20) if tree else ""
     return text, is_json
-
-
-def edited(text: str, changes: Callable[[str], Changes]) -> str:
-    """Return the text of a YAML file with the changes, which are computed when its sections have one line per key."""
-    newline = "\r\n" if "\r\n" in text else "\n"
-    text = in_block_style(text, _SECTIONS.values())
-    return change_keys(text, *changes(text)).replace("\n", newline)
 
 
 def rows_of(keys: Iterable[Key]) -> dict[Key, SettingRow]:
@@ -195,8 +180,12 @@ def _changes(text: str, new: Sequence[SettingLine], unused: Collection[str]) -> 
         if old is None:
             added.setdefault(line.section, []).append(line.text)
         else:
-            spelling = old.name if rows[old] == find_row(line.key, _SCOPES[line.section]) else line.key
-            replaced[old] = [old.indent + line_of(spelling, line.value, line.comment)]
+            spelling, end = (
+                old.name if rows[old] == find_row(line.key, _SCOPES[line.section]) else line.key,
+                old.value.end_mark,
+            )
+            behind = text.splitlines()[end.line][end.column :] if end.line == old.start and not line.comment else ""
+            replaced[old] = [old.indent + line_of(spelling, line.value, line.comment) + behind]
     return replaced, added
 
 
@@ -298,39 +287,3 @@ def change_keys(text: str, replaced: Mapping[Key, Sequence[str]], added: Mapping
     for start, stop, lines in sorted(edits, key=lambda edit: edit[:2], reverse=True):
         changed[start:stop] = lines
     return "\n".join(changed) + "\n"
-
-
-def apply_suggestions(text: str, problems: Iterable[Problem], file: str) -> tuple[str, list[str]]:
-    """Return the text with the suggestions of the problems of one file, and a line for each correction.
-
-    Args:
-        file: the file as the origins of the problems name it.
-    """
-    lines, corrections = text.splitlines(keepends=True), []
-    for problem in problems:
-        origin = problem.origin
-        if problem.severity != "error" or not problem.suggestion or origin is None or origin.file != file:
-            continue
-        number = origin.line or 1
-        following = itertools.takewhile(lambda line: line.lstrip().startswith("- "), lines[number:])
-        for line_number, line in enumerate([lines[number - 1], *following], start=number):
-            word = _misspelled_word(line, problem, origin.spelling)
-            if word is not None and word[0] != problem.suggestion:  # else the rest of the key is invalid
-                lines[line_number - 1] = line[: word.start()] + problem.suggestion + line[word.end() :]
-                corrections.append(f"{file}:{line_number}: {word[0]} → {problem.suggestion}")
-                break
-    return "".join(lines), corrections
-
-
-def _misspelled_word(line: str, problem: Problem, key: str) -> re.Match[str] | None:
-    """Return the word of a line that a suggestion replaces: the key, or the most similar word of the value."""
-    content = re.sub(r"\s#.*", "", line)
-    words = list(_WORD.finditer(content))
-    if problem.code == _MISSPELLED_KEY:
-        words = [word for word in words if word[0] == key] or words
-    elif key in content:
-        words = [word for word in words if word.start() >= content.index(key) + len(key)]
-        if len(words) == 1:
-            return words[0]
-    folded = {word[0].lower().replace("-", "_"): word for word in words}
-    return folded.get(nearest_word(problem.suggestion.lower(), folded, cutoff=0.5))

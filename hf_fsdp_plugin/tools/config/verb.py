@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import os
 import shlex
 import sys
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.cli.output import OK, print_failure, print_json, print_problems
 from hf_fsdp_plugin.launcher.flags import Suggested
-from hf_fsdp_plugin.launcher.world import DeviceSearch
+from hf_fsdp_plugin.launcher.world import find_devices
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError, has_errors
 from hf_fsdp_plugin.sources import environment
 from hf_fsdp_plugin.sources.environment import default_config_file
@@ -105,26 +106,23 @@ def _run(args: argparse.Namespace) -> int:
     target = find_target(args.config_file, os.environ, force=args.force)
     if args.yes and target.text is not None and not args.force:
         raise file_exists_error(target.shown, "the file exists. --yes does not change it.", "-o")
-    search = DeviceSearch()
-    try:
-        state = State(path=target.shown, machine=search.result, takes_defaults=args.yes)
-        if target.present is not None:
-            state.existing = target.present.spec
-        state.cpu = args.cpu or state.existing.launch.use_cpu
-        if not args.yes:
-            where = "prints the file" if target.shown == "-" else f"writes {target.shown}"
-            show_text(f"This {where}. Ctrl-C at any question writes nothing.")
-        conversation.ask_questions(questions.QUESTIONS, state, given)
-    finally:
-        search.close()
+    state = State(path=target.shown, machine=functools.cache(find_devices), takes_defaults=args.yes)
+    if target.present is not None:
+        state.existing = target.present.spec
+    state.cpu = args.cpu or state.existing.launch.use_cpu
+    if not args.yes:
+        where = "prints the file" if target.shown == "-" else f"writes {target.shown}"
+        show_text(f"This {where}. Ctrl-C at any question writes nothing.")
+    conversation.ask_questions(questions.QUESTIONS, state, given)
     fixed = questions.fixed_settings(state) if target.present is None else {}
     settings = fixed | questions.settings_of(state)
     lines = config_text.setting_lines(settings, state.version, questions.comments_of(state))
     if target.text is None or target.present is None:
         text = config_text.new_text(lines, is_json=target.is_json)
     else:
-        unused = questions.unused_settings(state, settings)
-        text = config_text.changed_text(target.text, lines, unused, target.present.spec, is_json=target.is_json)
+        unused, present = questions.unused_settings(state, settings), target.present.spec
+        new = [line for line in lines if not (present.asked(line.name) and present.get(line.name) == line.means)]
+        text = config_text.changed_text(target.text, new, unused, is_json=target.is_json)
     target = replace(target, new=text)
     checked = _check(target, lines)
     memory = conversation.predict_memory(state, checked.spec)

@@ -1,19 +1,16 @@
-"""The forms of a converted config: Accelerate's YAML, arguments of ``TrainingArguments``, a ``DistributedConfig``."""
+"""The forms of a converted config: Accelerate's YAML and arguments of ``TrainingArguments``."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.sources.interface import Sources
 from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.spec.values import setting_to_json
-from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.tools.config.text import new_text, setting_lines
 
 _ALWAYS: Final = ("launch.distributed_type", "fsdp.version", "sharding.strategy", "wrap.policy")
@@ -76,31 +73,9 @@ def to_training_arguments(spec: FsdpSpec, arguments: Mapping[str, Any]) -> Conve
     return Converted(text=f"TrainingArguments(\n{text})\n", sources=sources, launcher=_of_launcher(spec), script=given)
 
 
-def to_distributed_config(spec: FsdpSpec, arguments: Mapping[str, Any]) -> Converted:
-    """Return the JSON of a ``DistributedConfig``. Raises ``SpecError`` if the number of ranks is not known."""
-    others = spec.mesh.ranks_per_sample
-    world, (replicate, shard) = spec.launch.num_processes, (spec.mesh.replicate, spec.mesh.shard)
-    if world != "auto":
-        data = int(world) // others
-        sharded = STRATEGIES[spec.sharding.strategy].is_sharded
-        shard = shard if shard != "auto" else (data // (replicate if replicate != "auto" else 1) if sharded else 1)
-        replicate = replicate if replicate != "auto" else data // shard
-    if "auto" in (replicate, shard):
-        message = "a DistributedConfig has the number of ranks of each axis, and it is not known."
-        raise SpecError([Problem(code="FSDP-E735", message=message, fix="Pass --num_processes.", setting="mesh.shard")])
-    fields: dict[str, Any] = {"fsdp_size": shard, "dp_replicate_size": replicate}
-    fields |= {"fsdp_cpu_offload": True} if spec.offload.params else {}
-    fields |= {"fsdp_mixed_precision": True} if spec.precision.param == "bf16" else {}
-    fields |= {f"{axis}_size": size for axis, size in (("tp", spec.mesh.tensor), ("ep", spec.mesh.expert)) if size > 1}
-    text = json.dumps(fields, indent=2) + "\n"
-    sources = Sources(distributed_config=fields, environ={})
-    return Converted(text=text, sources=sources, script=arguments, launcher=_of_launcher(spec))
-
-
 TARGETS: Final[Mapping[str, Callable[[FsdpSpec, Mapping[str, Any]], Converted]]] = {
     "accelerate": to_accelerate,
     "training-arguments": to_training_arguments,
-    "distributed-config": to_distributed_config,
 }
 """Value of ``--to`` -> the function that returns the new form, from a spec and arguments of the script."""
 

@@ -47,14 +47,12 @@ from hf_fsdp_plugin.tools.merge.verb import file_error
 
 _OF_ARGUMENTS: Final = ("FSDP-N104",)
 """Notes that an argument after ``--`` repeats the key whose value ``auto`` it replaces."""
-_PARTIAL: Final = "distributed-config"
-"""The form that has few settings: it is used with TrainingArguments, which have the others."""
 
 
 def add_arguments(parser: Parser) -> None:
     about = "the config to convert (- reads stdin), or the folder of a checkpoint of DeepSpeed"
     parser.add_argument("source", metavar="SOURCE", help=about)
-    about = "form of the new config: a YAML for accelerate launch (default), Python arguments, or JSON"
+    about = "form of the new config: a YAML for accelerate launch (default), or Python arguments"
     parser.add_argument("--to", choices=tuple(TARGETS), default="accelerate", help=about)
     about = "write the new config to this file (default: print it), or the new checkpoint to this folder"
     parser.add_argument("-o", "--out", metavar="OUT", help=about)
@@ -106,8 +104,8 @@ def run(args: argparse.Namespace) -> int:
     if isinstance(reading, DialectReading):
         title, outcomes, arguments = reading.dialect_of.title, reading.outcomes, reading.arguments
     converted = TARGETS[args.to](spec, arguments)
-    told = [problem for problem in assessment.problems if problem.code not in _OF_ARGUMENTS]
-    problems = in_line_order([*told, *_lost_settings(args.to, converted, spec)])
+    _check_settings(args.to, converted, spec)
+    problems = in_line_order(problem for problem in assessment.problems if problem.code not in _OF_ARGUMENTS)
     if target is not None:
         write_config(target, args.out, converted.text)
     limits = list(stock_limits({name: spec.get(name) for name in spec.origins}, spec.fsdp.version))
@@ -152,16 +150,12 @@ def _outcomes_of(spec: FsdpSpec) -> list[KeyOutcome]:
     return [KeyOutcome(origin=origin, fate="sets", becomes=(shown,)) for shown, origin in given]
 
 
-def _lost_settings(target: str, converted: Converted, spec: FsdpSpec) -> list[Problem]:
-    """Return a warning if a ``DistributedConfig`` lacks settings. Raises ``SpecError`` if another form does."""
-    if not (names := converted.changed_settings(spec)):
-        return []
-    message = f"the new config does not contain {', '.join(shown_setting(name, spec.get(name)) for name in names)}."
-    if target == _PARTIAL:
-        fix = "Set them in TrainingArguments: --to training-arguments prints them."
-        return [Problem(code="FSDP-W738", message=message, fix=fix)]
-    fix = "Use --to accelerate, which has all settings." if target != "accelerate" else "Report this as a bug."
-    raise SpecError([Problem(code="FSDP-E737", message=message, fix=f"{fix} Nothing was written.")])
+def _check_settings(target: str, converted: Converted, spec: FsdpSpec) -> None:
+    """Raise ``SpecError`` if the new config lacks settings."""
+    if names := converted.changed_settings(spec):
+        message = f"the new config does not contain {', '.join(shown_setting(name, spec.get(name)) for name in names)}."
+        fix = "Use --to accelerate, which has all settings." if target != "accelerate" else "Report this as a bug."
+        raise SpecError([Problem(code="FSDP-E737", message=message, fix=f"{fix} Nothing was written.")])
 
 
 def _print_rest(target: str, converted: Converted, limits: Sequence[str]) -> None:

@@ -26,7 +26,7 @@ from typing import Any, Final
 
 from hf_fsdp_plugin.cli.enable import check_enabled, find_enabled
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, print_result
-from hf_fsdp_plugin.launcher.world import DeviceSearch
+from hf_fsdp_plugin.launcher.world import find_devices
 from hf_fsdp_plugin.problems import Problem, has_errors
 from hf_fsdp_plugin.supported import SUPPORTED, unsupported_versions, untested_versions
 from hf_fsdp_plugin.text import format_memory, format_table, plural
@@ -64,7 +64,6 @@ def diagnose() -> tuple[dict[str, Any], list[Problem]]:
     if newer := untested_versions():
         problems.append(Problem(code="FSDP-W622", message=f"newer than the tested versions: {', '.join(newer)}."))
     problems += check_builds(versions, cuda_of_torch(), Path("/proc/driver/nvidia/version").exists())
-    search = DeviceSearch()
     contracts, failure = _probe()
     if failure:
         fix = "Reinstall it: pip install --force-reinstall torch. Use one index for torch, torchvision and torchaudio."
@@ -72,7 +71,7 @@ def diagnose() -> tuple[dict[str, Any], list[Problem]]:
     enabled = find_enabled()
     problems += [*check_contracts(contracts), *check_enabled(enabled)]
     system = {"python": platform.python_version(), "system": platform.platform(), "machine": platform.machine()}
-    devices = asdict(search.result())
+    devices = asdict(find_devices())
     found: dict[str, Any] = {"platform": system, "versions": versions, "devices": devices, "enabled": enabled.to_json()}
     return {**found, "contracts": contracts}, problems
 

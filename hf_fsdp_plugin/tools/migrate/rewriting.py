@@ -1,14 +1,12 @@
 """The text of a config for the other FSDP version, and the keys that are changed in it.
 
-A key that only one version uses becomes a comment such as ``# FSDP1 only: fsdp_use_orig_params: false``. The way back
-restores it. JSON has no comments: there a key that FSDP2 ignores stays, and sizes of the mesh that FSDP1 makes without
-``parallelism_config`` are removed.
+Keys that the new version does not use are removed: those that FSDP2 ignores, and sizes of the mesh that FSDP1 makes
+without ``parallelism_config``.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -21,7 +19,7 @@ from hf_fsdp_plugin.spec.load import Assessment, assess
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_value
 from hf_fsdp_plugin.tools.config import text as config_text
-from hf_fsdp_plugin.tools.config.text import Changes, Key, line_of
+from hf_fsdp_plugin.tools.config.text import SettingLine
 from hf_fsdp_plugin.tools.convert.conversion import with_converted_config
 from hf_fsdp_plugin.tools.convert.dialects.interface import DialectReading
 from hf_fsdp_plugin.vocabulary import FALSE_WORDS, PREFIXES, TRUE_WORDS, find_row
@@ -30,7 +28,9 @@ _ONLY_FSDP1: Final = ("params.use_orig", "prefetch.limit_all_gathers")
 """Settings without an effect under FSDP2."""
 _STRATEGY, _RESHARD, _VERSION = "sharding.strategy", "sharding.reshard", "fsdp.version"
 _DISTRIBUTED: Final = "launch.distributed_type"
-_FSDP, _PARALLELISM = "fsdp_config", "parallelism_config"
+_MESH: Final = ("mesh.replicate", "mesh.shard")
+_ALL_OF_MESH: Final = (*_MESH, *(f"mesh.{axis}" for axis in MODEL_AXES), "mesh.context_exchange")
+_FSDP: Final = "fsdp_config"
 _PREFIX: Final = PREFIXES["fsdp"]
 _BOOLEANS: Final = (TRUE_WORDS | FALSE_WORDS) - {"0", "1"}  # 1 is a strategy
 
@@ -43,7 +43,7 @@ class Migration:
         old, new: the two configs.
         before, after: their texts.
         old_spec, new_spec: their settings.
-        kept: what becomes of keys that the new version does not use, one sentence each.
+        kept: the keys that are removed because the new version does not use them, one sentence each.
     """
 
     old: ConfigFile
@@ -72,26 +72,25 @@ def migrate(file: ConfigFile, to: int | None = None) -> Migration:
     if problems := list(_check(file, spec, to)):
         raise SpecError(problems)
     before = read_text(file)
-    text, is_json = config_text.in_yaml(before, is_json=file.path.suffix.lower() == ".json")
-    rewriter = _Rewriter(spec=spec, to=to, keeps_comments=not is_json)
-    restored = _restored(text, to)
-    after = config_text.edited(restored, rewriter.changes)
-    after = config_text.as_json(after) if is_json else after
+    target, is_json = _target(spec, to), file.path.suffix.lower() == ".json"
+    lines = _lines(target.settings, config_text.in_yaml(before, is_json=is_json)[0])
+    after = config_text.changed_text(before, lines, target.unused, is_json=is_json)
+    kept = [f"{spec.origin(name).written} is removed" for name in target.unused if spec.asked(name)]
     new = replace(file, data=after.encode())
     migrated = assess(with_converted_config(Sources(config=new, environ={})))
-    if wrong := _wrong_settings(spec, migrated, rewriter.changes_mesh or restored != text):
+    if wrong := _wrong_settings(spec, migrated, target.changes_mesh):
         fix = "Write these settings as plain keys of fsdp_config, one per line. Nothing was written."
         message = f"the file cannot be rewritten for FSDP{to}: {'; '.join(wrong)}."
         problem = Problem(code="FSDP-E792", message=message, fix=fix, origin=Origin(source=file.shown))
         raise SpecError([problem, *(each for each in migrated.problems if each.severity == "error")])
     return Migration(
-        old=file, new=new, before=before, after=after, old_spec=spec, new_spec=migrated.spec, kept=tuple(rewriter.kept)
+        old=file, new=new, before=before, after=after, old_spec=spec, new_spec=migrated.spec, kept=tuple(kept)
     )
 
 
 def _check_dialect(file: ConfigFile, reading: SourceSettings | None) -> None:
     """Raise ``SpecError`` if a file has no keys of FSDP. Of other programs, only the YAML of training scripts has."""
-    if isinstance(reading, DialectReading) and (file.is_script or not reading.dialect_of.own_script):
+    if isinstance(reading, DialectReading) and not reading.dialect_of.own_script:
         message = f"this is a config of {reading.dialect_of.title}, without the keys of FSDP."
         fix = "Convert it first: hf-fsdp convert prints a config for FSDP2, or with --fsdp_version 1 one for FSDP1."
         raise SpecError([Problem(code="FSDP-E788", message=message, fix=fix, origin=Origin(source=file.shown))])
@@ -143,16 +142,6 @@ def _wrong_settings(old: FsdpSpec, migrated: Assessment, changes_mesh: bool) -> 
     return wrong or ([] if migrated.ok else ["it would have errors"])
 
 
-def _mark(version: int) -> str:
-    return f"# FSDP{version} only: "
-
-
-def _restored(text: str, version: int) -> str:
-    """Return the text in which the keys of a version are no comments."""
-    key = r"(?=\s*(?:#|-|[\w\"']+\s*:))"  # not in front of other comments of the user
-    return re.sub(rf"^([ \t]*){re.escape(_mark(version))}{key}", r"\1", text, flags=re.MULTILINE)
-
-
 def machines_mesh(spec: FsdpSpec) -> tuple[int, int] | None:
     """Return the replicas and shards of FSDP1's hybrid strategies without a mesh: the machines, and the ranks of each.
 
@@ -164,148 +153,59 @@ def machines_mesh(spec: FsdpSpec) -> tuple[int, int] | None:
     return machines, world // machines
 
 
-class _Rewriter:
-    """Computes the changes of one file.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Target:
+    """What a config for the other version has.
 
     Attributes:
-        kept: see :class:`Migration`.
+        settings: canonical name -> value of the settings that are written.
+        unused: the settings whose keys are removed.
         changes_mesh: whether sizes of the mesh are written or removed, which does not change the mesh of a run.
     """
 
-    def __init__(self, *, spec: FsdpSpec, to: int, keeps_comments: bool) -> None:
-        self._spec, self._to, self._keeps_comments = spec, to, keeps_comments
-        self.kept: list[str] = []
-        self.changes_mesh = False
-        self._replaced: dict[Key, list[str]] = {}
-        self._added: dict[str, list[str]] = {}
-
-    def changes(self, text: str) -> Changes:
-        """Return the changes of a text in which the keys of the new version are no comments."""
-        self._lines, self._keys = text.splitlines(), config_text.keys_of(text)
-        self._rows = config_text.rows_of(self._keys)
-        self._set_version()
-        if self._to == 2:
-            self._change_to_fsdp2()
-        else:
-            self._change_to_fsdp1()
-        return self._replaced, self._added
-
-    def _keys_of(self, *names: str) -> list[Key]:
-        return [key for key, row in self._rows.items() if row.name in names and row.scope != "training"]
-
-    @property
-    def _is_whole(self) -> bool:
-        """Whether it is a whole file of Accelerate, not only a section or the file of a training script."""
-        return self._spec.asked(_DISTRIBUTED) and any(
-            row.name == _DISTRIBUTED and not key.section for key, row in self._rows.items()
-        )
-
-    def _set_version(self) -> None:
-        if found := self._keys_of(_VERSION):
-            self._replace(found[0], found[0].name, self._to)
-            return
-        own = [key for key, row in self._rows.items() if row.scope == "fsdp"]
-        has_section = self._is_whole or any(key.name == _FSDP for key in self._keys)
-        self._add(_FSDP if has_section else "", "fsdp_version", self._to, like=own)
-
-    def _add(self, section: str, name: str, value: Any, like: Sequence[Key] = ()) -> None:
-        name = _spelled(name, like[0].name) if like else name
-        self._added.setdefault(section, []).append(line_of(name, value))
-
-    def _replace(self, key: Key, name: str, value: Any) -> None:
-        """Write another name and value, and keep the comment behind the value."""
-        end = key.value.end_mark
-        behind = self._lines[end.line][end.column :] if end.line == key.start else ""
-        self._replaced[key] = [f"{key.indent}{line_of(name, value)}{behind}"]
-
-    def _keep(self, key: Key) -> None:
-        """Make a comment of a key that the new version does not use. In JSON it stays, or is removed."""
-        written = f"{key.name}: {key.value.value}" if isinstance(key.value.value, str) else key.name
-        if self._keeps_comments:
-            text = f"becomes a comment, which a migration to FSDP{3 - self._to} restores"
-            mark, width = _mark(3 - self._to), len(key.indent)
-            lines = self._lines[key.start : key.stop]
-            self._replaced[key] = [line[:width] + mark + line[width:] if line.strip() else line for line in lines]
-        elif self._to == 2:
-            text = "stays; FSDP2 ignores it"
-        else:
-            text = "is removed; FSDP1 makes this mesh itself"
-            self._replaced[key] = []
-        self.kept.append(f"{written} {text}")
-
-    def _change_to_fsdp2(self) -> None:
-        spec, found = self._spec, self._keys_of(_STRATEGY, _RESHARD)
-        strategy, sizes = STRATEGIES[spec.sharding.strategy], machines_mesh(spec)
-        has_mesh = spec.asked("mesh.shard") or spec.asked("mesh.replicate")
-        reshards = strategy.reshards_after_forward
-        if found and strategy.is_sharded and not has_mesh and (not strategy.hybrid or (self._is_whole and sizes)):
-            self._replace(found[0], _spelled("fsdp_reshard_after_forward", found[0].name), reshards)
-            if strategy.hybrid and sizes is not None:
-                self._set_mesh(*sizes)
-        elif found:
-            # The name of the strategy shows the way back that the mesh was written under FSDP1, too.
-            if self._rows[found[0]].name == _RESHARD:
-                self._name_strategy(found[0])
-            if strategy.is_sharded and not reshards:  # stock Accelerate reads no strategy under FSDP2
-                self._add(found[0].section, "fsdp_reshard_after_forward", False, like=found)
-        elif has_mesh and (self._is_named_by_mesh or not spec.asked(_STRATEGY)):
-            self._add_strategy()
-        for key in self._keys_of(*_ONLY_FSDP1):
-            self._keep(key)
-
-    def _set_mesh(self, replicate: int, shard: int) -> None:
-        self.changes_mesh = True
-        for axis, size in (("replicate", replicate), ("shard", shard)):
-            if restored := self._keys_of(f"mesh.{axis}"):
-                self._replace(restored[0], restored[0].name, size)
-            else:
-                self._add(_PARALLELISM, f"{_PARALLELISM}_dp_{axis}_size", size)
-
-    def _name_strategy(self, key: Key) -> None:
-        self._replace(key, _spelled("fsdp_sharding_strategy", key.name), self._spec.sharding.strategy.upper())
-
-    def _add_strategy(self) -> None:
-        own = [key for key, row in self._rows.items() if row.scope == "fsdp"]
-        section = own[0].section if own else _FSDP
-        self._add(section, "fsdp_sharding_strategy", self._spec.sharding.strategy.upper(), like=own)
-
-    @property
-    def _is_named_by_mesh(self) -> bool:
-        """Whether the strategy follows from the sizes of the mesh."""
-        row = find_row(self._spec.origin(_STRATEGY).spelling, ("parallelism",))
-        return row is not None and row.name.startswith("mesh.")
-
-    def _change_to_fsdp1(self) -> None:
-        named, reshard, by_mesh = self._keys_of(_STRATEGY), self._keys_of(_RESHARD), self._is_named_by_mesh
-        if reshard:
-            self._name_strategy((named or reshard)[0])
-            self._replaced |= {key: [] for key in reshard if named}
-        elif by_mesh and not named:
-            self._add_strategy()
-        section_keys = [key for key in self._keys if not key.section and key.name == _PARALLELISM]
-        if (
-            section_keys
-            and (reshard or by_mesh or not self._spec.asked(_STRATEGY))
-            and not named
-            and self._is_own_mesh()
-        ):
-            self.changes_mesh = True
-            self._keep(section_keys[0])
-            members = [key for key in self._keys if key.section == _PARALLELISM]
-            self._replaced = {key: lines for key, lines in self._replaced.items() if key not in members}
-
-    def _is_own_mesh(self) -> bool:
-        """Whether FSDP1 makes the mesh without ``parallelism_config``, which stock Accelerate refuses under FSDP1."""
-        spec, mesh = self._spec, self._spec.mesh
-        strategy = STRATEGIES[spec.sharding.strategy]
-        if mesh.context_exchange != FsdpSpec().mesh.context_exchange:
-            return False
-        if strategy.hybrid:
-            return machines_mesh(spec) == (mesh.replicate, mesh.shard)
-        shards = ("auto", spec.launch.num_processes) if strategy.is_sharded else ("auto",)
-        return mesh.replicate in ("auto", 1) and mesh.shard in shards
+    settings: dict[str, Any]
+    unused: tuple[str, ...] = ()
+    changes_mesh: bool = False
 
 
-def _spelled(key: str, like: str) -> str:
-    """Return a key with its prefix, or without it if another key has none."""
-    return key if like.lower().startswith(_PREFIX) else key.removeprefix(_PREFIX)
+def _target(spec: FsdpSpec, to: int) -> _Target:
+    strategy, has_mesh = STRATEGIES[spec.sharding.strategy], any(spec.asked(size) for size in _MESH)
+    settings: dict[str, Any] = {_VERSION: to}
+    if has_mesh or spec.asked(_STRATEGY):
+        settings[_STRATEGY] = spec.sharding.strategy
+    if to == 1:
+        is_own = _is_own_mesh(spec)
+        return _Target(settings=settings, unused=_ALL_OF_MESH if is_own else (), changes_mesh=is_own)
+    made = machines_mesh(spec) if strategy.hybrid and not has_mesh and spec.asked(_DISTRIBUTED) else None
+    if made is not None or (strategy.hybrid and spec.mesh.replicate not in ("auto", 1)):
+        # Stock Accelerate reads a bool, and the mesh makes the strategy hybrid.
+        settings[_STRATEGY] = "full_shard" if strategy.reshards_after_forward else "shard_grad_op"
+        settings |= dict(zip(_MESH, made or (), strict=False))
+    elif strategy.hybrid and not strategy.reshards_after_forward:
+        settings.pop(_STRATEGY, None)  # a bool does not tell it, so the key stays as it is
+    return _Target(settings=settings, unused=_ONLY_FSDP1, changes_mesh=made is not None)
+
+
+def _is_own_mesh(spec: FsdpSpec) -> bool:
+    """Whether FSDP1 makes the mesh without ``parallelism_config``, which stock Accelerate refuses under FSDP1."""
+    mesh, strategy = spec.mesh, STRATEGIES[spec.sharding.strategy]
+    if mesh.context_exchange != FsdpSpec().mesh.context_exchange:
+        return False
+    if strategy.hybrid:
+        return machines_mesh(spec) == (mesh.replicate, mesh.shard)
+    shards = ("auto", spec.launch.num_processes) if strategy.is_sharded else ("auto",)
+    return mesh.replicate in ("auto", 1) and mesh.shard in shards
+
+
+def _lines(settings: Mapping[str, Any], text: str) -> list[SettingLine]:
+    """Return the lines of the settings, in the sections and with the prefix that the file has."""
+    lines = config_text.setting_lines(settings, settings[_VERSION], {})
+    keys = config_text.keys_of(text)
+    names = {key.name for key in keys}
+    own = [key.name for key, row in config_text.rows_of(keys).items() if row.scope == "fsdp"]
+    prefix = _PREFIX if not own or own[0].lower().startswith(_PREFIX) else ""
+    section = _FSDP if names & {_FSDP, "distributed_type"} else ""
+    return [
+        replace(line, section=section, key=prefix + line.key.removeprefix(_PREFIX)) if line.section == _FSDP else line
+        for line in lines
+    ]

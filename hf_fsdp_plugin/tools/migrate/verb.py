@@ -1,10 +1,10 @@
 """``hf-fsdp migrate``: Rewrite a config for the other FSDP version, with comments and order kept, and list what changes
-in the behavior of a run. With --prove, train a tiny clone of a model with both configs on CPU ranks, and compare.
+in the behavior of a run.
 
 Examples::
 
     hf-fsdp migrate fsdp.yaml --diff
-    hf-fsdp migrate fsdp.yaml --to 2 --prove --in-place
+    hf-fsdp migrate fsdp.yaml --to 2 --in-place
 
 The config is printed to stdout unless it is written to a file; the list of changes to stderr.
 """
@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_plugin.cli.output import exit_code, print_failure, print_json, print_problems, text_width
+from hf_fsdp_plugin.cli.output import OK, exit_code, print_failure, print_json, print_problems, text_width
 from hf_fsdp_plugin.problems import SpecError, UsageError, has_errors
 from hf_fsdp_plugin.spec.values import setting_to_json
 from hf_fsdp_plugin.text import plural, printable, wrap_words
@@ -27,9 +27,7 @@ from hf_fsdp_plugin.tools.common import check_needs
 from hf_fsdp_plugin.tools.config.text import stock_limits
 from hf_fsdp_plugin.tools.config.writing import check_place, file_exists_error, write_config
 from hf_fsdp_plugin.tools.migrate.changes import BehaviorChange, behavior_changes
-from hf_fsdp_plugin.tools.migrate.proof import Proof, proof_table, prove
 from hf_fsdp_plugin.tools.migrate.rewriting import Migration, migrate
-from hf_fsdp_plugin.tools.preflight.run import DEFAULT_LIMIT
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,38 +38,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--in-place", action="store_true", help="change CONFIG itself")
     parser.add_argument("--out", metavar="FILE", help="write the config to this file")
     parser.add_argument("--force", action="store_true", help="with --out: replace a file that exists")
-    about = "train a tiny clone with both configs on CPU ranks first; write only if the losses are equal"
-    parser.add_argument("--prove", action="store_true", help=about)
-    about = "with --prove: the model that is cloned (default: a small Llama)"
-    parser.add_argument("--model", metavar="DIR|ID", help=about)
-    about = f"with --prove: stop the ranks of a run after this time (default: {DEFAULT_LIMIT:g})"
-    parser.add_argument("--limit", type=float, default=DEFAULT_LIMIT, metavar="SECONDS", help=about)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print or write the config. Returns 0, 1 with errors or if the losses differ, 2 for a missing config."""
-    check_needs(args, {"model": ("prove",), "limit": ("prove",), "force": ("out",)})
+    check_needs(args, {"force": ("out",)})
     if args.in_place and (args.out or args.config == "-"):
         raise UsageError(f"--in-place does not combine with {'--out' if args.out else 'stdin'}.")
-    if not args.limit > 0:
-        raise UsageError(f"--limit is {args.limit:g}; expected a positive number of seconds.")
     try:
         migration = migrate(config_named(args.config), int(args.to) if args.to else None)
         target = Path(args.out) if args.out else migration.old.path if args.in_place else None
         _check_target(args, target)
-        proof = prove(migration, args.model, args.limit) if args.prove else None
     except SpecError as error:
         print_failure(error.problems, as_json=args.json)
         return exit_code(error.problems, args.config)
-    proved = proof is None or not (has_errors(proof.problems) or proof.signal_number)
-    if target is not None and proved:
+    if target is not None:
         write_config(target, args.out or args.config, migration.after)
-    _print(args, migration, proof, target if proved else None)
-    return 128 + proof.signal_number if proof is not None and proof.signal_number else int(not proved)
+    _print(args, migration, target)
+    return OK
 
 
 def _check_target(args: argparse.Namespace, target: Path | None) -> None:
-    """Raise ``SpecError`` if the file cannot be written, before ranks are started."""
+    """Raise ``SpecError`` if the file cannot be written."""
     if target is None:
         return
     if args.out and os.path.lexists(target) and not args.force and not target.is_dir():
@@ -79,20 +67,18 @@ def _check_target(args: argparse.Namespace, target: Path | None) -> None:
     check_place(target, args.out or args.config)
 
 
-def _print(args: argparse.Namespace, migration: Migration, proof: Proof | None, written: Path | None) -> None:
+def _print(args: argparse.Namespace, migration: Migration, written: Path | None) -> None:
     old, new = migration.old_spec, migration.new_spec
     changes = behavior_changes(old, new)
     settings = {name: setting_to_json(value) for name, value, _ in new.settings() if new.asked(name)}
     limits = list(stock_limits(settings, new.fsdp.version))
-    of_proof = proof.problems if proof is not None else ()
-    problems = [*(problem for problem in new.problems if args.json or problem.severity != "note"), *of_proof]
+    problems = [problem for problem in new.problems if args.json or problem.severity != "note"]
     before, after, shown = migration.before.splitlines(), migration.after.splitlines(), migration.old.shown
     diff = list(difflib.unified_diff(before, after, shown, shown, lineterm=""))
     if args.json:
-        ok = not has_errors(problems) and not (proof is not None and proof.signal_number)
-        tree: dict[str, Any] = {"ok": ok, "from": old.fsdp.version, "to": new.fsdp.version}
+        tree: dict[str, Any] = {"ok": not has_errors(problems), "from": old.fsdp.version, "to": new.fsdp.version}
         tree |= {"path": written, "text": migration.after, "diff": "\n".join(diff), "changes": changes}
-        tree |= {"kept": migration.kept, "stock_limits": limits, "proof": proof, "problems": problems}
+        tree |= {"kept": migration.kept, "stock_limits": limits, "problems": problems}
         print_json(tree)
         return
     for line in _change_lines(migration, changes, limits):
@@ -100,10 +86,8 @@ def _print(args: argparse.Namespace, migration: Migration, proof: Proof | None, 
     print_problems(problems)
     if args.diff:
         print("\n".join(map(printable, diff)))
-    elif not (args.prove or args.out or args.in_place):
+    elif not (args.out or args.in_place):
         print(migration.after, end="")
-    if proof is not None and proof.rows:
-        print(proof_table(proof))
     if written is not None:
         print(printable(f"wrote {args.out or args.config}"), file=sys.stderr)
 

@@ -35,7 +35,7 @@ def print_advice(args: argparse.Namespace, planned: Planned) -> int:
     Raises:
         SpecError: the memory of a device is unknown (FSDP-E726).
     """
-    from hf_fsdp_plugin.tools.plan.estimate.planner import advise, decision_tree
+    from hf_fsdp_plugin.tools.plan.estimate.planner import advise
 
     plan, workload, spec = planned.plan, planned.workload, planned.plan.spec
     if planned.gpu_memory is None:
@@ -59,8 +59,7 @@ def print_advice(args: argparse.Namespace, planned: Planned) -> int:
     if chosen is not None:
         choice, config = chosen.choice, config_text(chosen, spec)
         arguments = script_arguments(choice.micro_batch, choice.accumulation, choice.sync_each_batch)
-    tree = decision_tree(advice, plan.num_params)
-    lines = [*_answer_lines(advice, chosen, tree), *(f"# {argument}" for argument in arguments), config.rstrip()]
+    lines = [*_answer_lines(advice, chosen), *(f"# {argument}" for argument in arguments), config.rstrip()]
     shown = {
         "ok": advice.best is not None,
         "gpu_memory_bytes": advice.gpu_memory,
@@ -68,7 +67,6 @@ def print_advice(args: argparse.Namespace, planned: Planned) -> int:
         "best": 0 if advice.best is not None else None,
         "rows": [_row_json(row) for row in advice.rows],
         "remedies": list(advice.remedies),
-        "decision_tree": tree,
         "config": config or None,
         "arguments": arguments,
     }
@@ -76,12 +74,8 @@ def print_advice(args: argparse.Namespace, planned: Planned) -> int:
     return OK if advice.best is not None else PROBLEMS
 
 
-def _answer_lines(advice: Advice, chosen: AdviceRow | None, tree: str) -> list[str]:
-    """Return the best settings, a table, the rejected settings, and why the chosen row is not the best one.
-
-    Args:
-        tree: how the best settings compare with the rule of thumb.
-    """
+def _answer_lines(advice: Advice, chosen: AdviceRow | None) -> list[str]:
+    """Return the best settings, a table, the rejected settings, and why the chosen row is not the best one."""
     width = text_width()
     lines = [*wrap_words(_answer(advice), width, ""), ""]
     if advice.fitting:
@@ -89,7 +83,6 @@ def _answer_lines(advice: Advice, chosen: AdviceRow | None, tree: str) -> list[s
     if advice.rejected:
         rows = (f"  {_settings(row)}, {_batches(row)}: {row.reason}" for row in advice.rejected)
         lines += ["rejected, the closest first", *truncate_lines(rows, _ROWS), ""]
-    lines += [*wrap_words(tree, width, ""), ""]
     if chosen is not advice.best:
         limits = " ".join(_stock_limits(advice.rows[0]))
         lines += wrap_words(

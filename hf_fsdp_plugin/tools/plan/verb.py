@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, get_args
 
@@ -22,7 +22,7 @@ from hf_fsdp_plugin.problems import Origin, Problem, SpecError, UsageError, has_
 from hf_fsdp_plugin.sources.environment import default_config_file
 from hf_fsdp_plugin.tools.check import verb as check
 from hf_fsdp_plugin.tools.check.output import load_meta_model, plan_with_problems
-from hf_fsdp_plugin.tools.common import check_needs
+from hf_fsdp_plugin.tools.common import whole_number
 from hf_fsdp_plugin.tools.convert.conversion import print_conversion
 from hf_fsdp_plugin.tools.plan.estimate.types import Attention, Optimizer, UpdateLoop, Workload
 from hf_fsdp_plugin.tools.plan.output import Planned, print_prediction
@@ -35,7 +35,7 @@ _DEFAULT_LENGTH: Final = 2048
 _QLORA_RANK: Final = 16
 _DEFAULTS: Final = ("full_shard auto_wrap", "precision.param=bf16")
 """Options of ``fsdp``, and a setting, that are used if the user sets none."""
-_NOT_ADVISED: Final = frozenset({"sync_each_batch", "device", "html", "force"})
+_NOT_ADVISED: Final = frozenset({"sync_each_batch", "device"})
 """Flags that have no effect with ``--advise``, and are refused, so that no flag is ignored silently."""
 _LARGEST: Final = 1 << 24
 
@@ -50,8 +50,10 @@ def add_arguments(parser: Parser) -> None:
         flag = f"--{name.replace('_', '-')}"
         loops.add_argument(flag, action="store_const", const=name, dest="update_loop", help=f"{name} optimizer updates")
     parser.add_argument("--attention", choices=get_args(Attention), default="sdpa", help="default: sdpa")
+    size = whole_number(1, _LARGEST)
     for name, (value, about) in FLAG_TABLES["plan"].items():
         kind: dict[str, Any] = {"metavar": value} if value else {"action": "store_true"}
+        kind |= {"type": _memory} if value == "SIZE" else {"type": size} if len(value) == 1 else {}
         parser.add_argument(f"--{name.replace('_', '-')}", help=about, **kind)
     add_setting_flags(parser)
     parser.epilog = "also all setting flags of `hf-fsdp launch`: --mixed_precision bf16, --fsdp_version 2, --cpu, …"
@@ -63,16 +65,12 @@ def run(args: argparse.Namespace) -> int:
     for name, flag in args.given.items():
         if args.advise and name in _NOT_ADVISED:
             raise UsageError(f"{flag} has no effect with --advise.")
-    check_needs(args, {"force": ["html"]})
     if args.model is None or len(names) > 1:
         raise UsageError("give --model, and at most one config.")
     problems: list[Problem] = []
     shown = None
-    if args.html is not None and not args.force and os.path.lexists(args.html):
-        fix = "Pass --force to overwrite it, or another name."
-        problems.append(Problem(code="FSDP-E833", message=f"{args.html} exists.", fix=fix))
     try:
-        planned, shown = (None, None) if problems else _read_subject(args, names, problems)
+        planned, shown = _read_subject(args, names, problems)
         if planned is not None and args.advise:
             from hf_fsdp_plugin.tools.plan.advise import print_advice
 
@@ -92,16 +90,12 @@ def _read_subject(
     """Return the subject of the prediction (``None`` after errors) and the config's name. Collects all problems."""
     from hf_fsdp_plugin.tools.plan.estimate.machines import machine_named
 
-    world_size, machine = _read_size(args, "world-size", problems), None
-    gpu_memory = parse_bytes(args.gpu_memory) if args.gpu_memory is not None else None
-    if args.gpu_memory is not None and gpu_memory is None:
-        message, fix = f"{args.gpu_memory!r} is not a size of memory.", f"Write {SIZE_SPELLINGS}."
-        problems.append(_problem("FSDP-E723", "gpu-memory", args.gpu_memory, message, fix))
+    machine, gpu_memory = None, args.gpu_memory
     with _collected(problems):
         machine = machine_named(args.machine) if args.machine is not None else None
-    if args.gpu_memory is None and machine is not None:
+    if gpu_memory is None and machine is not None:
         gpu_memory = int(machine.memory_bytes) or None
-    lora_rank = _read_size(args, "lora-rank", problems) or (_QLORA_RANK if args.qlora and not args.lora_rank else None)
+    lora_rank = args.lora_rank or (_QLORA_RANK if args.qlora else None)
     model, model_problems = load_meta_model(args.model)
     if model is not None and lora_rank is not None:
         from hf_fsdp_plugin.tools.plan.adapters import with_lora
@@ -109,7 +103,7 @@ def _read_subject(
         whole, model = model, None
         with _collected(problems):
             model = with_lora(whole, rank=lora_rank, quantized=args.qlora)
-    args.model, args.world_size = None, world_size
+    args.model = None
     config = check.config_named(names[0]) if names else None
     if config is None and not (args.fsdp or args.fsdp_config or args.distributed_config):
         config = default_config_file(os.environ)
@@ -118,11 +112,11 @@ def _read_subject(
     checked = check.check_config(args, config)
     if not has_errors(checked.problems):
         print_conversion(checked.converted)
-    world_size = world_size or check.smallest_world_size(checked.spec)
+    world_size = args.world_size or check.smallest_world_size(checked.spec)
     workload = _read_workload(args, world_size, problems)
     problems += [*model_problems, *checked.problems]
     shown = config.shown if config is not None else None
-    if model is None or workload is None:
+    if model is None:
         return None, shown
     length, too_long = sequence_length(workload, model)
     problems += [too_long] if too_long is not None else []
@@ -146,28 +140,16 @@ def _collected(problems: list[Problem]) -> Iterator[None]:
         problems += error.problems
 
 
-def _read_size(args: argparse.Namespace, name: str, problems: list[Problem]) -> int | None:
-    """Return a number of the command line; ``None`` if it is absent, or invalid, which is reported."""
-    text = getattr(args, name.replace("-", "_"))
-    if text is None:
-        return None
-    with suppress(ValueError):
-        if 1 <= int(text) <= _LARGEST:
-            return int(text)
-    message = f"{text!r} is not a whole number between 1 and {_LARGEST:,}."
-    problems.append(_problem("FSDP-E722", name, text, message, "Correct it."))
-    return None
+def _memory(text: str) -> int:
+    size = parse_bytes(text)
+    if size is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size of memory. Write {SIZE_SPELLINGS}.")
+    return size
 
 
-def _read_workload(args: argparse.Namespace, world_size: int, problems: list[Problem]) -> Workload | None:
-    """Return the workload, without the default sequence length; ``None`` if an argument is invalid."""
-    before = len(problems)
-    micro_batch, seq_len, accumulation, global_batch = (
-        _read_size(args, name, problems) for name in ("micro-batch", "seq-len", "accumulation", "global-batch")
-    )
-    if len(problems) > before:
-        return None
-    micro_batch = micro_batch or 1
+def _read_workload(args: argparse.Namespace, world_size: int, problems: list[Problem]) -> Workload:
+    """Return the workload, without the default sequence length."""
+    micro_batch, accumulation, global_batch = args.micro_batch or 1, args.accumulation, args.global_batch
     if global_batch is not None:
         factors, per_pass = f"{world_size} ranks × micro-batch {micro_batch}", world_size * micro_batch
         if accumulation is not None:
@@ -177,11 +159,11 @@ def _read_workload(args: argparse.Namespace, world_size: int, problems: list[Pro
             of = "divisible by " if accumulation is None else ""
             message = f"a global batch of {global_batch} is not {of}{per_pass}, which is {factors}."
             fix = f"Set --global-batch to {near}, or change --micro-batch."
-            problems.append(_problem("FSDP-E725", "global-batch", args.global_batch, message, fix))
+            problems.append(_problem("FSDP-E725", "global-batch", str(global_batch), message, fix))
         accumulation = accumulation or max(1, global_batch // per_pass)
     return Workload(
         micro_batch=micro_batch,
-        seq_len=seq_len or 0,
+        seq_len=args.seq_len or 0,
         accumulation=accumulation or 1,
         sync_each_batch=args.sync_each_batch,
         optimizer=args.optimizer,

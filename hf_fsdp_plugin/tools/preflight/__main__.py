@@ -9,12 +9,13 @@ from hf_fsdp_plugin.tools.preflight.stages import preflight
 def main() -> None:
     preflight().begin_in_rank()
     try:
-        from hf_fsdp_plugin.tools.preflight.builtin_script import train
+        from hf_fsdp_plugin.tools.preflight.training import train
 
         train()
     except BaseException as error:
         preflight().end(error if is_failure(error) else None)
-        raise
+        if not (is_failure(error) and preflight().needs_gpu):
+            raise
     preflight().end()
 
 

@@ -12,8 +12,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
@@ -113,8 +113,8 @@ def options_of(args: argparse.Namespace) -> stages.Options:
 
 def check_run_usage(args: argparse.Namespace, num_configs: int) -> None:
     """Raise ``UsageError`` if the usage of ``--run`` is wrong."""
-    if num_configs != 1 or args.fix or args.distributed_config:
-        raise UsageError("--run needs one config, and does not combine with --fix and --distributed-config.")
+    if num_configs != 1 or args.distributed_config:
+        raise UsageError("--run needs one config, and does not combine with --distributed-config.")
     if not args.model:
         raise UsageError("--run needs --model DIR|ID.")
     if not args.limit > 0:
@@ -128,15 +128,11 @@ class PreflightResult:
     Attributes:
         tree: the object ``run`` of ``check --json``.
         signal_number: the signal that stopped it, or 0.
-        steps: ``loss`` and ``grad_norm`` of each step, if the options ask for them.
-        report: the content of the run's report; empty without one.
     """
 
     tree: dict[str, Any]
     problems: Sequence[Problem]
     signal_number: int
-    steps: Sequence[dict[str, float]] = ()
-    report: Mapping[str, Any] = field(default_factory=dict)
 
 
 def run_preflight(spec: FsdpSpec, sources: Sources, options: stages.Options, limit_s: float) -> PreflightResult:
@@ -193,8 +189,6 @@ def run_preflight(spec: FsdpSpec, sources: Sources, options: stages.Options, lim
             print("\r\033[K" if sys.stderr.isatty() else "", end="", file=sys.stderr, flush=True)
         seconds = time.monotonic() - began
         records = stages.read_records(folder)
-        report_file = folder / stages.REPORT_FILE
-        report = json.loads(report_file.read_text()) if report_file.is_file() else {}
     rows, problems = _read_results(run, records)
     tree = {
         "ok": not run.signal_number and all(row["result"] not in _FAILED for row in rows),
@@ -203,13 +197,7 @@ def run_preflight(spec: FsdpSpec, sources: Sources, options: stages.Options, lim
         "model": next((record.model for record in records if record.model), None),
         "stages": rows,
     }
-    return PreflightResult(
-        tree=tree,
-        problems=(*changes, *problems),
-        signal_number=run.signal_number,
-        steps=records[0].steps if records else (),
-        report=report,
-    )
+    return PreflightResult(tree=tree, problems=(*changes, *problems), signal_number=run.signal_number)
 
 
 def overrides_for_cpu(spec: FsdpSpec) -> tuple[list[str], list[Problem]]:

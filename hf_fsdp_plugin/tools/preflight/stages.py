@@ -13,7 +13,7 @@ import re
 import textwrap
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -43,8 +43,6 @@ STAGES: Final[Mapping[str, str]] = {
     "export": "merge of the checkpoint, and from_pretrained",
 }
 RunPhase = Literal["start", "first run", "afterwards"]
-_AGREEMENT_SECONDS: Final = 10.0
-"""Seconds that the other ranks have to fail too. Then the rank ends, and the launcher stops the others."""
 _MAX_MESSAGE: Final = 300
 _NOT_OF_USER: Final = (str(Path(__file__).parents[2]), "<")
 _LIBRARIES: Final = "site-packages"
@@ -64,13 +62,11 @@ class Options:
         folder: the temporary folder, which contains the files of the ranks.
         model: ``--model``.
         arguments: arguments of ``TrainingArguments``.
-        records_steps: whether the loss and the norm of the gradients of each step are recorded.
     """
 
     folder: str = ""
     model: str = ""
     arguments: Sequence[str] = ()
-    records_steps: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
@@ -84,7 +80,6 @@ class PreflightRecord:
         skipped: the stages that are not tested, with the reasons.
         problems: the problems of the failed stages, and warnings and notes.
         model: class and parameters of the model and of its clone.
-        steps: ``loss`` and ``grad_norm`` of each step of the first run.
     """
 
     running: str | None = None
@@ -93,7 +88,6 @@ class PreflightRecord:
     skipped: dict[str, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     model: dict[str, Any] = field(default_factory=dict)
-    steps: list[dict[str, float]] = field(default_factory=list)
 
 
 def read_records(folder: Path) -> list[PreflightRecord]:
@@ -118,7 +112,7 @@ def stage_results(records: Sequence[PreflightRecord], *, stopped: bool) -> list[
         elif any(stage == record.running for record in records):
             result = "stood still" if stopped else "failed"
         elif not any(stage in record.seconds for record in records):
-            result, reason = "not tested", "an earlier stage failed"
+            result, reason = "not tested", "an earlier stage did not pass"
         seconds = max((record.seconds.get(stage, 0.0) for record in records), default=0.0)
         rows.append({"stage": stage, "result": result, "seconds": round(seconds, 2), "reason": reason})
     return rows
@@ -153,7 +147,6 @@ class Preflight:
         self.rank, self.world_size = 0, 1
         self.record = PreflightRecord()
         self._began = 0.0
-        self._reported: BaseException | None = None
 
     def begin_in_rank(self) -> None:
         """Begin with the options from the launcher of this process."""
@@ -168,12 +161,12 @@ class Preflight:
         self.active, self.options, self.phase = True, options, "start"
         self.folder = Path(options.folder)
         self.rank, self.world_size = launched_rank(), launched_world_size()
-        self.record, self._reported = PreflightRecord(), None
+        self.record = PreflightRecord()
         self.enter("start")
 
     def end(self, error: BaseException | None = None) -> None:
         """Record how the script has ended: with an exception, or with none."""
-        if error is not None and error is not self._reported:
+        if error is not None:
             self.fail(error)
         self.enter(None)
         self.active = False
@@ -196,17 +189,14 @@ class Preflight:
         yield
         self.enter(before)
 
-    def has_passed(self, stage: str) -> bool:
-        return stage in self.record.seconds and stage not in (*self.record.failed, *self.record.skipped)
-
-    def is_over(self, stage: str) -> bool:
-        """Whether a stage has passed, has failed or is not tested."""
-        return stage in (*self.record.seconds, *self.record.failed, *self.record.skipped)
+    @property
+    def needs_gpu(self) -> bool:
+        """Whether the run has ended at what only a GPU can run, which is no failure."""
+        return not self.active and not self.record.failed
 
     def fail(self, error: BaseException) -> None:
         """Record a failure of the current stage, and end the stage. What only a GPU can run is not tested instead."""
-        stage, self._reported = self.record.running or "start", error
-        text = _text_of(error)
+        stage, text = self.record.running or "start", _text_of(error)
         if not isinstance(error, SpecError) and _NEEDS_GPU.search(text):
             self.record.skipped[stage] = f"needs a GPU: {text}"
             self.not_tested(f"{stage}, which needs a GPU: {text}")
@@ -218,7 +208,7 @@ class Preflight:
 
     def skip(self, stage: str, reason: str) -> None:
         """Record that a stage is not tested, unless it is over."""
-        if not self.is_over(stage):
+        if stage not in self.record.seconds:
             self.record.skipped[stage] = reason
             self._write()
 
@@ -234,27 +224,6 @@ class Preflight:
     def not_tested(self, what: str) -> None:
         """Record what a preflight cannot test."""
         self.note(Problem(code="FSDP-W756", message=f"not tested: {what}."))
-
-    def attempt(self, stage: str, run: Callable[[], Any]) -> bool:
-        """Run a stage, and return whether it has succeeded.
-
-        Raises its error unless all ranks fail as often as this one: their collectives would no longer match.
-        """
-        self.enter(stage)
-        try:
-            run()
-            self.enter(None)
-            return True
-        except Exception as error:
-            self.fail(error)
-            deadline = time.monotonic() + _AGREEMENT_SECONDS
-            while time.monotonic() < deadline:
-                records = read_records(self.folder)
-                num_failed = [len(record.failed) for record in records]
-                if len(records) == self.world_size and min(num_failed) >= len(self.record.failed):
-                    return False
-                time.sleep(0.1)
-            raise
 
     def _write(self) -> None:
         write_atomically(self.folder / f"rank_{self.rank}.pickle", pickle.dumps(self.record))

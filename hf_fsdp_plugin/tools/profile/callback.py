@@ -19,8 +19,8 @@ from hf_fsdp_plugin.tools.profile.run import profiling, remove_files
 class ProfilerCallback(TrainerCallback):
     """Profiles some steps of ``Trainer.train``. The training continues after them.
 
-    Every rank writes its file when its steps are done. At the end of the training, rank 0 writes ``profile.json`` and
-    prints the suggestions. An earlier profile in the folder is deleted when the training begins. A profile that fails
+    Every rank writes its file when its steps are done. At the end of the training, rank 0 writes
+    ``profile.json``. An earlier profile in the folder is deleted when the training begins. A profile that fails
     is printed, leaves no files, and does not end the training. In a script that ``hf-fsdp profile`` runs, the callback
     does nothing.
 
@@ -71,11 +71,11 @@ class ProfilerCallback(TrainerCallback):
             if has_errors(problems):
                 print_once(f"no profile: {problems[0]}")
                 return
-            _, suggestions = files.write_profile(folder, ranks, problems)
+            files.write_profile(folder, ranks, problems)
         except (OSError, ValueError) as error:
             print_once(f"no profile: {folder / files.RESULT} cannot be written: {error}.")
             return
-        for each in (*problems, *(f"profile: {suggestion}" for suggestion in suggestions)):
+        for each in problems:
             print_once(each)
         print_once(f"profile: {folder / files.RESULT}")
 

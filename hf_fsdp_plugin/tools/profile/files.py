@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -16,7 +16,7 @@ from hf_fsdp_plugin.checkpoint.io import write_atomically
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import plural
 from hf_fsdp_plugin.tools.profile.rank_profile import RankProfile
-from hf_fsdp_plugin.tools.profile.run_profile import RunProfile, Suggestion, merge_ranks, suggest
+from hf_fsdp_plugin.tools.profile.run_profile import RunProfile, merge_ranks
 from hf_fsdp_plugin.version import SCHEMA_VERSION
 
 OPTIONS_VARIABLE: Final = "HF_FSDP_PROFILE"
@@ -98,28 +98,23 @@ def missing_parts(ranks: Sequence[RankProfile], options: ProfileOptions) -> list
     return problems
 
 
-def write_profile(
-    folder: Path, ranks: Sequence[RankProfile], problems: Sequence[Problem]
-) -> tuple[RunProfile, list[Suggestion]]:
-    """Write ``profile.json`` of the ranks that have profiled a step. Returns its content and the suggestions.
+def write_profile(folder: Path, ranks: Sequence[RankProfile], problems: Sequence[Problem]) -> RunProfile:
+    """Write ``profile.json`` of the ranks that have profiled a step, and return its content.
 
     Raises:
         OSError: it cannot be written. Nothing is left behind.
     """
-    profiled = [rank for rank in ranks if rank.num_steps]
-    run = merge_ranks(profiled)
-    suggestions = suggest(run, profiled[0].facts)
+    run = merge_ranks([rank for rank in ranks if rank.num_steps])
     traces = sorted(str(path) for path in (folder / TRACES_FOLDER).glob("*.json.gz"))
     tree = {
         "schema_version": SCHEMA_VERSION,
         "ok": True,
         **run,
-        "suggestions": [asdict(each) for each in suggestions],
         "files": {"folder": str(folder), "result": str(folder / RESULT), "traces": traces},
         "problems": [problem.to_json() for problem in problems],
     }
     write_file(folder / RESULT, json.dumps(tree, indent=1).encode())
-    return tree, suggestions
+    return tree
 
 
 def files_of_profile(folder: Path) -> list[Path]:

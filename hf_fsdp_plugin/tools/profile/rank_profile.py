@@ -248,7 +248,7 @@ class RankProfile:
         times: seconds of each phase, averaged over the steps.
         units: computation of each unit, averaged over the steps.
         profiled, unprofiled: wall-clock seconds of steps with and without the profiler.
-        facts: values that the trace does not contain: the batch, settings, and sizes and ranks of units.
+        facts: values that the trace does not contain: the model, and sizes and ranks of units.
     """
 
     rank: int

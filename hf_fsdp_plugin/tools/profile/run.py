@@ -157,9 +157,6 @@ class Profiling(Observer):
         self._num_steps = 0
         self._step_began: float | None = None
         self._seconds: dict[int, float] = {}  # number of a step, from 1 -> its time
-        self._num_forwards = 0
-        self._forwards_per_step = 1
-        self._batch: tuple[int, ...] = ()
         self._detach = attach_observer(self)
 
     def model_prepared(self, accelerator: Any, model: nn.Module, plan: Any, *, is_trained: bool) -> None:
@@ -180,8 +177,7 @@ class Profiling(Observer):
         """Mark the forwards of a sharded model. Call it after the model is sharded."""
         if self.active:
             marks().watch(model)
-            hook = model.register_forward_pre_hook(self._see_forward, prepend=True, with_kwargs=True)
-            self._hooks.append(hook)
+            self._hooks.append(model.register_forward_pre_hook(self._see_forward, prepend=True))
             self._model = model if self._model is None else self._model
 
     def end(self, *, failed: bool = False) -> None:
@@ -207,15 +203,12 @@ class Profiling(Observer):
                 raise self.failure
             self._write(profiler)
 
-    def _see_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Count the training forwards, and keep the shape of the first tensor with two dims: samples and tokens."""
+    def _see_forward(self, module: nn.Module, _: Any) -> None:
+        """Start the profiler with the first step, if no step is waited for."""
         if torch.compiler.is_compiling() or not _trains(module):
             return
         if self._num_steps == 0 and self.options.wait == 0 and self._profiler is None:
             self._start_tracing()
-        self._num_forwards += 1
-        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
-        self._batch = next((tuple(tensor.shape) for tensor in tensors if tensor.dim() >= 2), self._batch)
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         now, options = time.perf_counter(), self.options
@@ -224,7 +217,6 @@ class Profiling(Observer):
         if not self.active or optimizer is not self._optimizer:
             return
         self._num_steps += 1
-        self._forwards_per_step, self._num_forwards = max(1, self._num_forwards), 0
         if self._step_began is not None:
             self._seconds[self._num_steps] = now - self._step_began
         marks().instant(rank_profile.BOUNDARY)
@@ -311,21 +303,20 @@ class Profiling(Observer):
             raise _not_written(message, fix) from error
 
     def _facts(self, plan: Any, units: Sequence[UnitObservation]) -> dict[str, Any]:
-        """Return values that the trace does not contain: the batch, settings, and sizes and ranks of units."""
+        """Return values that the trace does not contain: the model, and sizes and ranks of units."""
         of_units = {
             unit.name: {
                 "bytes": unit.num_params * _ITEM_BYTES.get(unit.param_dtype, 4),
-                "reduce_dtype": unit.reduce_dtype,
                 "group": f"{len(unit.live.shard_ranks)} from {min(unit.live.shard_ranks, default=0)}",
             }
             for unit in units
         }
-        facts = {"batch": list(self._batch), "forwards_per_step": self._forwards_per_step, "units": of_units}
         if plan is None:
-            return facts
-        settings = {name: plan.get(name) for name in ("prefetch.forward", "prefetch.backward")}
-        of_plan = {"backend": plan.backend, "strategy": plan.strategy, "model": plan.model_class, **settings}
-        return {**facts, "plan": of_plan}
+            return {"units": of_units}
+        return {
+            "units": of_units,
+            "plan": {name: getattr(plan, name) for name in ("backend", "strategy", "model_class")},
+        }
 
 
 def remove_files(options: ProfileOptions, rank: int) -> None:

@@ -1,21 +1,16 @@
-"""The profile of all ranks: phases, units, collectives and slow ranks, and the settings that would shorten a step."""
+"""The profile of all ranks: phases, units, collectives and slow ranks."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from statistics import mean, median
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
-from hf_fsdp_plugin.text import format_memory
 from hf_fsdp_plugin.tools.plan.estimate.types import CollectiveKind
 from hf_fsdp_plugin.tools.profile.rank_profile import PHASES, RankProfile, Sums, TimedCollective, Times, UnitSeconds
-from hf_fsdp_plugin.tools.text import format_seconds
 
-_LEAST_SHARE: Final = 0.01
-"""Share of a step below which a gain is not worth a suggestion."""
-_LEAST_SECONDS: Final = 1e-4
 Sort = tuple[CollectiveKind, str | None, bool]
 """Kind and unit of a collective, and whether it is called in forward."""
 CallKey = tuple[str, int, Sort, int]
@@ -149,122 +144,3 @@ def _keyed(rank: RankProfile) -> Iterator[tuple[CallKey, TimedCollective]]:
         sort: Sort = (call.kind, call.unit, call.phase not in ("backward", "clipping", "optimizer"))
         counts[group, call.step, sort] += 1
         yield (group, call.step, sort, counts[group, call.step, sort]), call
-
-
-@dataclass(frozen=True)
-class Suggestion:
-    """One setting.
-
-    Attributes:
-        setting: canonical name; of ``TrainingArguments`` if it begins with ``training.``.
-        value: the suggested value.
-        seconds: promised gain of a step.
-        of_seconds: the time of a step of which the gain is a part.
-        reason: what was measured.
-        more_bytes: memory that a rank needs more with it; ``None`` if unknown or unchanged.
-    """
-
-    setting: str
-    value: str
-    seconds: float
-    of_seconds: float
-    reason: str
-    more_bytes: int | None = None
-
-    def __str__(self) -> str:
-        gain, whole = format_seconds(self.seconds), format_seconds(self.of_seconds)
-        text = f"{self.setting}: {self.value} would save about {gain} of {whole}: {self.reason}"
-        if self.more_bytes is None:
-            return text
-        return f"{text} A rank needs up to {format_memory(self.more_bytes)} more memory."
-
-
-def suggest(run: RunProfile, facts: Mapping[str, Any]) -> list[Suggestion]:
-    """Return the suggestions, the largest gain first.
-
-    A promise counts the time that remains if all ranks arrive together (``CallSums.transfer``): a collective that is
-    left out does not remove the waiting for a slow rank. It is a part of the step without the profiler, which lengthens
-    all that it measures. Prefetching is suggested only where collectives and computation run at the same time: gloo's
-    collectives block the thread that trains.
-
-    Args:
-        facts: the facts of the first rank (:class:`~hf_fsdp_plugin.tools.profile.rank_profile.RankProfile`).
-    """
-    least = max(_LEAST_SECONDS, _LEAST_SHARE * run["total"]["seconds"])
-    found = [each for each in _suggestions(run, facts) if each.seconds >= least]
-    share, overhead = 1.0, run["overhead"]
-    if overhead["unprofiled_seconds"] and overhead["profiled_seconds"]:
-        share = min(1.0, overhead["unprofiled_seconds"] / overhead["profiled_seconds"])
-    scaled = [replace(each, seconds=share * each.seconds, of_seconds=share * each.of_seconds) for each in found]
-    return sorted(scaled, key=lambda each: -each.seconds)
-
-
-def _suggestions(run: RunProfile, facts: Mapping[str, Any]) -> Iterator[Suggestion]:
-    """Yield every setting that changes something, with its gain in the profiled steps."""
-    units, phases, plan = run["units"], run["phases"], facts.get("plan", {})
-    count, batch = facts.get("forwards_per_step", 1), facts.get("batch") or [0]
-
-    calls = max((unit["reduce"]["calls"] for unit in units), default=0.0)
-    if count > 1 and calls > 1.5:
-        whole = _seconds(units, "reduce")
-        reason = f"gradients are reduced after each of {count} micro-batches. Without it, ranks keep whole gradients."
-        yield Suggestion("training.sync_each_batch", "false", whole * (calls - 1) / calls, whole, reason)
-
-    values = {"full_shard": "shard_grad_op", "hybrid_shard": "hybrid_shard_zero2"}
-    regathered = [unit for unit in units if unit["gather_backward"]["calls"]]
-    if regathered and (value := values.get(plan.get("strategy"))):
-        whole, size = _seconds(regathered, "gather_backward"), sum(unit["bytes"] for unit in regathered)
-        reason = f"{_names(regathered)} are gathered again in backward."
-        yield Suggestion("sharding.strategy", value, whole, whole, reason, more_bytes=size or None)
-
-    if count % 2 == 0:
-        whole = _seconds(units, "gather_forward", "gather_backward")
-        reason = f"the units are gathered for each of {count} micro-batches of {batch[0]} samples. "
-        reason += "Activations need twice the memory."
-        value = f"{2 * batch[0]}, with gradient_accumulation_steps {count // 2}"
-        yield Suggestion("training.per_device_train_batch_size", value, whole / 2, whole, reason)
-
-    seconds = phases.get("data", {}).get("seconds", 0.0)
-    reason = "the ranks wait for their data loaders. Workers load batches during the computation."
-    yield Suggestion("training.dataloader_num_workers", "2", seconds, seconds, reason)
-
-    recomputed = [unit for unit in units if unit["recomputed_seconds"]]
-    gain = sum(unit["recomputed_seconds"] for unit in recomputed)
-    reason = f"{_names(recomputed)} are computed again in backward. Without that, their activations stay in memory: "
-    reason += "`hf-fsdp plan` predicts whether they fit."
-    whole = phases.get("backward", {}).get("seconds", gain)
-    yield Suggestion("activation.checkpointing", "none", gain, whole, reason)
-
-    if run["device"] == "cpu":  # gloo's collectives block the thread that trains, and it adds bf16 slowly
-        return
-    if plan.get("prefetch.forward") is False:
-        gathers = [unit["gather_forward"] for unit in units[1:]]
-        before = [unit["forward_seconds"] for unit in units]
-        gain = sum(min(gather["transfer"], seconds) for gather, seconds in zip(gathers, before, strict=False))
-        exposed = [unit for unit in units[1:] if unit["gather_forward"]["exposed"]]
-        reason = f"all-gathers of {_names(exposed)} are exposed in forward."
-        yield Suggestion("prefetch.forward", "true", gain, sum(gather["exposed"] for gather in gathers), reason)
-
-    if "backward" in phases and (now := plan.get("prefetch.backward")) in ("post", "none"):
-        each = phases["backward"]["compute_seconds"] / max(1, len(regathered))
-        gain = sum(min(unit["gather_backward"]["transfer"], each) for unit in regathered[:-1])
-        whole = sum(unit["gather_backward"]["exposed"] for unit in regathered)
-        reason = f"all-gathers of {_names(regathered)} begin when the unit's backward needs them ({now})."
-        yield Suggestion("prefetch.backward", "pre", gain, whole, reason)
-
-    known = facts.get("units", {})
-    whole = _seconds([unit for unit in units if known.get(unit["name"], {}).get("reduce_dtype") == "fp32"], "reduce")
-    reason = "gradients are reduced in fp32. Sums over many ranks lose digits in bf16."
-    yield Suggestion("precision.reduce", "bf16", whole / 2, whole, reason)
-
-
-def _seconds(units: Sequence[Mapping[str, Any]], *names: str) -> float:
-    """Return the seconds of collectives of units that remain if all ranks arrive together."""
-    return sum(unit[name]["transfer"] for unit in units for name in names)
-
-
-def _names(units: Sequence[Mapping[str, Any]]) -> str:
-    if not units:
-        return "no unit"
-    first, last = units[0]["name"] or "the root", units[-1]["name"] or "the root"
-    return first if len(units) == 1 else f"{len(units)} units ({first} to {last})"

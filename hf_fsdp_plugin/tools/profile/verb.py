@@ -1,5 +1,5 @@
 """``hf-fsdp profile``: Run a script for a few steps on every rank, and show where the time of a step goes: computation,
-communication, units, slow ranks, and which settings would change it.
+communication, units and slow ranks.
 
 Examples::
 
@@ -29,7 +29,7 @@ from hf_fsdp_plugin.text import format_bytes, format_table, plural
 from hf_fsdp_plugin.tools.common import whole_number
 from hf_fsdp_plugin.tools.profile import files as profiling
 from hf_fsdp_plugin.tools.profile.files import OBSERVER, OPTIONS_VARIABLE, ProfileOptions
-from hf_fsdp_plugin.tools.profile.run_profile import RunProfile, Suggestion
+from hf_fsdp_plugin.tools.profile.run_profile import RunProfile
 from hf_fsdp_plugin.tools.text import format_seconds
 
 _FLAGS: Final[Mapping[str, tuple[str, str]]] = flags.FLAG_TABLES["profile"]
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
             failed = print_failure([_failure(code)] if code else problems, as_json=args.json)
             return code or failed
         with _writing(folder):
-            tree, suggestions = profiling.write_profile(folder, ranks, problems)
+            tree = profiling.write_profile(folder, ranks, problems)
     finally:
         with contextlib.suppress(OSError):  # files that a rank could not complete, for example because it was killed
             profiling.remove_paths(list(folder.rglob(f"*{profiling.PARTIAL}")))
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
         print_problems(problems)
     traces = f"{plural(len(tree['files']['traces']), 'trace')} for ui.perfetto.dev or chrome://tracing"
     written = f"written: {folder / profiling.RESULT} and {traces}"
-    print_result(args, tree, f"\n{profile_text(tree, suggestions, ranks[0].facts.get('plan'))}\n\n{written}")
+    print_result(args, tree, f"\n{profile_text(tree, ranks[0].facts.get('plan'))}\n\n{written}")
     return code
 
 
@@ -165,20 +165,19 @@ def _stdout_to_stderr() -> Iterator[None]:
         os.close(saved)
 
 
-def profile_text(profile: RunProfile, suggestions: Sequence[Suggestion], plan: Mapping[str, Any] | None) -> str:
-    """Return the tables: phases, units and ranks, and the suggestions.
+def profile_text(profile: RunProfile, plan: Mapping[str, Any] | None) -> str:
+    """Return the tables: phases, units and ranks.
 
     Args:
         plan: the settings of the model; ``None`` without a sharded model.
     """
-    model = f"{plan['model']}, {plan['backend']} {plan['strategy']}, " if plan else ""
+    model = f"{plan['model_class']}, {plan['backend']} {plan['strategy']}, " if plan else ""
     ranks, steps = plural(profile["world_size"], "rank"), plural(profile["num_steps"], "step")
     title = f"{model}{ranks} on {profile['device']}: average of {steps}"
     parts = [f"{title}\n{_phases(profile)}\n{_overhead(profile['overhead'])}"]
     if profile["units"]:
         parts.append(_units(profile["units"]))
     parts.append(_stragglers(profile))
-    parts.append("\n  ".join(["suggestions:", *map(str, suggestions)]) if suggestions else "suggestions: none")
     return "\n\n".join(parts)
 
 

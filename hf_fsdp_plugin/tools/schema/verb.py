@@ -19,10 +19,8 @@ _BOOL_WORDS = ("true", "false", "yes", "no", "on", "off")
 _BY_KIND: Mapping[str, Mapping[str, Any]] = {
     "one": {"enum": [1, "1", None]},
     "names": {"type": ["string", "array", "null"], "items": {"type": "string"}},
-    "address": {"type": ["string", "null"], "minLength": 1},
     "devices": {"type": ["string", "integer", "array", "null"], "items": {"type": ["string", "integer"]}},
-    "identifier": {"type": ["string", "null"], "minLength": 1},
-    "pattern": {"type": ["string", "null"], "minLength": 1},
+    "text": {"type": ["string", "null"], "minLength": 1},
     "mapping": {"type": ["object", "null"]},
 }
 """Kind of value -> schema, for kinds whose schema does not depend on the setting."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.checkpoint import errors
-from hf_fsdp_plugin.checkpoint.checking.against_model import not_matching, required_names
 from hf_fsdp_plugin.checkpoint.formats import optimizer_state, stored_tensors
 from hf_fsdp_plugin.checkpoint.formats.known_formats import format_named
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
@@ -75,9 +76,10 @@ def _differences(stored: StoredModel, model: Any, path: Path) -> list[Problem]:
     # Tensors that Transformers merges or splits when it loads them have different shapes in the files.
     shapes = {names[name]: tensor.shape for name, tensor in stored.tensors.items() if names[name] not in merged}
     present = {id(state[name]) for name in names.values() if name in state}  # tied names have the same tensor
-    missing = required_names(model, [name for name, tensor in state.items() if id(tensor) not in present])
+    missing = [name for name, tensor in state.items() if id(tensor) not in present]
+    missing = _not_matching(missing, getattr(model, "_keys_to_ignore_on_load_missing", None))
     unexpected = [name for name in stored.tensors if names[name] not in expected]
-    unexpected = not_matching(unexpected, getattr(model, "_keys_to_ignore_on_load_unexpected", None))
+    unexpected = _not_matching(unexpected, getattr(model, "_keys_to_ignore_on_load_unexpected", None))
     other = [
         f"{name} ({format_shape(shape)} in the checkpoint, {format_shape(expected[name])} in the model)"
         for name, shape in shapes.items()
@@ -154,3 +156,8 @@ def _loaded_names(stored: StoredModel, model: Any) -> tuple[dict[str, str], set[
         if pattern is not None:
             merged.add(loaded)
     return names, merged
+
+
+def _not_matching(names: Iterable[str], patterns: Iterable[str] | None) -> list[str]:
+    """Return the names that match none of the patterns that the model's class ignores."""
+    return [name for name in names if not any(re.search(pattern, name) for pattern in patterns or ())]

@@ -49,7 +49,7 @@ EXPECTED = {
     "stop": rf"{_LATE.replace('.*FSDP', '.*(SIGSTOP|rank 1 is on machine).*FSDP')}",
     "leave": rf"rank 1 exited with(out an exception| code 0) .* {_UNIT}.*FSDP-E734|"
     r"rank 1 is late.*had exited.*FSDP-E728|rank 1 is on machine .*, which does not answer.*FSDP-E7(28|43)",
-    "skip": r"[Rr]ank 1 left out all-gather.* of model\.layers\.2.*FSDP-E7(29|43)",
+    "skip": r"[Rr]ank 1 left out all-gather.* of model\.layers\.2.*FSDP-E7(29|34|43)",
     "steps": rf"{_GATHERS}|rank 1 was in all_gather .*all-gather.*FSDP-E7|{_UNIT}(?s:.*)rank 1 .*(ended|report)|"
     rf"rank 1 .*(ended|report).* {_UNIT}",
     "save": rf"rank 0 .*save.* {_UNIT}.*FSDP-E7|{_UNIT}.*FSDP-E7(?s:.*)rank 0 was in sav|"
@@ -74,6 +74,8 @@ WAYS = {"predict": ("trainer",)}
 """Ways of the kinds that do not exist in both."""
 LAUNCHERS = ("hf-fsdp", "torchrun", "two agents", "accelerate", "srun")
 """``two agents``: of torchrun on this host, with one rank each, which are two machines to the watch."""
+FAIL_AT_ONCE = ("leave", "skip", "steps", "evaluate", "gather", "nan", "warm", "dtypes")
+"""Kinds at which gloo fails before the limit. The ranks of other machines are not asked then."""
 CONFIG = """\
 compute_environment: LOCAL_MACHINE
 distributed_type: FSDP
@@ -237,6 +239,8 @@ def cases(arguments: argparse.Namespace) -> Iterator[tuple[str, int, str, str]]:
     for launcher, (number, kind) in product(arguments.launchers, enumerate(EXPECTED)):
         takes_turns = launcher in LAUNCHERS[2:] and len(arguments.versions) == 2 and len(arguments.ways) == 2
         for version, way in product(arguments.versions, arguments.ways):
+            if launcher == "two agents" and kind in FAIL_AT_ONCE:
+                continue
             is_next = not takes_turns or (version, way) == ((1, 2)[number % 2], ("loop", "trainer")[number // 2 % 2])
             if (
                 kind in arguments.kinds

@@ -24,6 +24,8 @@ class Point:
 
     ``lora`` is the rank of adapters on all linear layers; with ``qlora`` their weights are bitsandbytes' NF4 with
     nested scales, and the others have the dtype of the precision. Whisper's sounds and CLIP's images have fixed sizes.
+    CLIP's patches are those of ViT-L/14: for patches of 16 and 32, oneDNN allocates work memory in the backward that no
+    estimate contains (docs/planning.md).
     ``fp32`` is the pattern of ``fsdp_fp32_modules``, which needs torch 2.15. ``context``, ``tensor`` and ``expert`` are
     sizes of axes.
     """
@@ -176,7 +178,7 @@ def _config_of_two_stacks(point: Point) -> Any:
         "num_attention_heads": point.heads,
     }  # fmt: skip
     text = {**tower, "vocab_size": point.vocab, "max_position_embeddings": 77, "eos_token_id": 2}
-    return transformers.CLIPConfig(text_config=text, vision_config=tower)
+    return transformers.CLIPConfig(text_config=text, vision_config={**tower, "patch_size": 14})
 
 
 def make_model(point: Point) -> Any:

@@ -10,7 +10,6 @@ folder per repository, so that a config can name another one. Then each is conve
 from __future__ import annotations
 
 import json
-import shlex
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,7 +27,6 @@ from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.tools.convert.converted import TARGETS
 from hf_fsdp_plugin.tools.convert.dialects import reader
 from hf_fsdp_plugin.tools.convert.dialects.interface import DialectDocument, DialectReading, leaves
-from hf_fsdp_plugin.tools.convert.dialects.shell_script import find_trainings
 from hf_fsdp_plugin.vocabulary import Scope, find_row
 from scripts.bench.common import ROOT, make_parser
 from scripts.bench.tables.update_results import write_result
@@ -36,8 +34,7 @@ from scripts.bench.tables.update_results import write_result
 FACTS: Final = ROOT / "tests" / "data" / "public_configs.jsonl"
 TITLES: Final = {
     "deepspeed": "DeepSpeed", "accelerate": "Accelerate", "axolotl": "axolotl", "llama-factory": "LLaMA-Factory",
-    "ms-swift": "ms-swift", "lightning": "Lightning", "shell": "shell scripts",
-    "ms-swift preset": "ms-swift", "fsdp_config": "Accelerate",
+    "ms-swift": "ms-swift", "ms-swift preset": "ms-swift", "fsdp_config": "Accelerate",
 }  # fmt: skip
 """Kind of a config in the facts -> its row in the table."""
 ARGUMENTS: Final = {
@@ -46,11 +43,6 @@ ARGUMENTS: Final = {
     "max_steps": 100, "bf16": True, "fp16": False,
 }  # fmt: skip
 """Arguments of the Trainer for the values ``auto`` of DeepSpeed."""
-NEEDS_MORE: Final = {
-    "FSDP-E001": "names a file that is not in the collection",
-    "FSDP-E074": "has several commands",
-    "FSDP-E076": "has a value that is known only when it runs",
-}
 FATES: Final = ("sets", "arguments", "irrelevant", "refused", "unknown", "lost")
 """What becomes of a key. ``lost`` is a key that no list contains."""
 _SCOPES: Final[tuple[Scope, ...]] = ("launch", "fsdp", "parallelism", "precision", "dynamo", "fp8", "training")
@@ -73,20 +65,10 @@ def write_configs(facts: Iterable[Mapping[str, Any]], folder: Path) -> Iterator[
 
 def config_text(fact: Mapping[str, Any]) -> str:
     """Return a config with the keys and values in the facts."""
-    if "commands" in fact:
-        lines = [" \\\n    ".join(shlex.quote(word) for word in _words(command)) for command in fact["commands"]]
-        return "#!/bin/bash\n" + "\n\n".join(lines) + "\n"
     content = {**fact["settings"], **dict.fromkeys(fact.get("others", "").split(), "x")}
     if fact["path"].endswith(".json"):
         return json.dumps(content, indent=1)
     return yaml.safe_dump(content, sort_keys=False)
-
-
-def _words(command: list[str]) -> Iterator[str]:
-    """Yield ``--name=value`` as two words; a switch of ``accelerate launch`` has no value in the facts."""
-    for word in command:
-        name, equals, value = word.partition("=")
-        yield from (name, value) if equals and word.startswith("--") else (word,)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,9 +91,6 @@ class Conversion:
 def convert(path: Path) -> Conversion:
     """Convert a config to Accelerate's YAML, with the arguments of the Trainer that it needs."""
     file = ConfigFile.at(path)
-    if path.suffix == ".sh":  # the last one of several commands
-        trainings = find_trainings(DialectDocument.of(Sources(config=file, environ={})))
-        file = ConfigFile.at(f"{path}:{trainings[-1].first}") if len(trainings) > 1 else file
     sources = Sources(config=file, environ={})
     read = reader.read(sources, converts=True)
     if isinstance(read, DialectReading) and read.unfilled:
@@ -125,8 +104,8 @@ def convert(path: Path) -> Conversion:
     problems = tuple({**dict.fromkeys(read.problems), **dict.fromkeys(assessment.problems)})
     keys = count_keys(read, DialectDocument.of(sources).root.value, problems)
     if has_errors(problems):
-        codes = [problem.code for problem in problems if problem.severity == "error"]
-        state = next((text for code, text in NEEDS_MORE.items() if code in codes), "refused")
+        is_missing = any(problem.code == "FSDP-E001" for problem in problems)
+        state = "names a file that is not in the collection" if is_missing else "refused"
         return Conversion(keys=keys, state=state, same=False, problems=problems)
     if not assessment.spec.enabled:
         return Conversion(keys=keys, state="does not shard", same=False, problems=problems)
@@ -142,13 +121,14 @@ def count_keys(read: Any, root: Sequence[ConfigEntry], problems: Iterable[Proble
     refused = {p.origin.spelling for p in problems if p.origin and p.severity == "error"}
     if isinstance(read, DialectReading):
         fates = {outcome.origin.spelling: outcome.fate for outcome in read.outcomes}
-        written = [key for _, entry in leaves(read.dialect_of.table, root) for key in _inner(entry)]
+        written = [entry.key for _, entry in leaves(read.dialect_of.table, root)]
     else:
         entries = [e for top in root for e in (top.value.value if top.value.is_mapping else (top,))]
         written = [entry.key for entry in entries]
+        nulls = [entry.key for entry in entries if entry.value.value is None]
         ignored = [key for key in written if (row := find_row(key, _SCOPES)) is not None and row.ignored]
-        fates = dict.fromkeys((*ignored, *(p.origin.spelling for p in problems if p.origin)), "irrelevant")
-        fates |= dict.fromkeys((s.origin.spelling for s in (*read.settings, *read.not_set)), "sets")
+        fates = dict.fromkeys((*ignored, *nulls, *(p.origin.spelling for p in problems if p.origin)), "irrelevant")
+        fates |= dict.fromkeys((s.origin.spelling for s in read.settings), "sets")
     keys = dict.fromkeys((*written, *fates))
     keys |= dict.fromkeys(name for name in unknown | refused if not any(_is(key, name) for key in keys))
     keys.pop("", None)
@@ -163,14 +143,6 @@ def count_keys(read: Any, root: Sequence[ConfigEntry], problems: Iterable[Proble
 def _is(key: str, name: str) -> bool:
     """Whether a problem with a key is about this one, whose section it may omit."""
     return name == key or key.endswith(f".{name}")
-
-
-def _inner(entry: ConfigEntry) -> list[str]:
-    """Return the keys of a strategy of Lightning, or the key itself."""
-    if entry.key not in ("trainer.strategy", "trainer.strategy.init_args") or not entry.value.is_mapping:
-        return [entry.key]
-    entries = [replace(inner, key=f"{entry.key}.{inner.key}") for inner in entry.value.value]
-    return [key for inner in entries for key in _inner(inner)]
 
 
 def measure(facts: Iterable[Mapping[str, Any]], folder: Path) -> dict[str, Any]:

@@ -16,16 +16,3 @@ def planner_time(result: dict[str, Any]) -> list[str]:
         lines.append(f"| {' | '.join(map(str, cells))} |")
     note = f"Sequences of {result['seq_len']:,} tokens, 80 GB per GPU; times: with the figures of "
     return [*lines, "", f"{note}{result['machine_of_times']}."]
-
-
-def migrate_proofs(result: dict[str, Any]) -> list[str]:
-    lines = ["| config | from, to | mesh | losses | gradient norms | peak | settings return |", "|---" * 7 + "|"]
-    for row in result["rows"]:
-        cells = [row["config"], "failed", "", "", "", ""]
-        if "mesh" in row:
-            old, new = (row["peak_bytes"][side] for side in ("old", "new"))
-            cells = [row["config"], f"FSDP{row['from_version']}, FSDP{row['to_version']}", row["mesh"]]
-            cells += [f"{row['loss_difference']:.1e}", f"{row['norm_difference']:.1e}", f"{new / old - 1:+.1%}"]
-        lines.append(f"| {' | '.join(cells)} | {'yes' if row['returns'] else 'no'} |")
-    equal, returned = (f"{result[name]} of {result['configs']}" for name in ("equal", "returned"))
-    return [*lines, "", f"Equal losses: {equal}. Settings return: {returned}."]

@@ -24,8 +24,7 @@ from scripts.bench.gpu_checks.results import table
 from scripts.bench.tables.axes import axes
 from scripts.bench.tables.described import DESCRIBED
 from scripts.bench.tables.hangs import hangs
-from scripts.bench.tables.planning import migrate_proofs, planner_time
-from scripts.bench.tables.profile import suggestions
+from scripts.bench.tables.planning import planner_time
 
 BLOCK = re.compile(r"(<!-- results:begin (?P<name>[\w-]+) -->\n).*?(<!-- results:end (?P=name) -->)", re.DOTALL)
 HEAD = ("date", "commit", "machine", "versions", "load_average_of_15_minutes", "command", "device")
@@ -391,8 +390,8 @@ def host_waits(result: Result) -> list[str]:
 
 _ALL = (
     checkpoint_save, merge, survival, gpu_check, ecosystem, start, step_time,
-    published_runs, unexpressed, throughput, restarts, two_hosts, hangs, suggestions, axes, planner_time,
-    host_waits, migrate_proofs, public_configs,
+    published_runs, unexpressed, throughput, restarts, two_hosts, hangs, axes, planner_time,
+    host_waits, public_configs,
 )  # fmt: skip
 TABLES: dict[str, Callable[[Result], list[str]]] = {**DESCRIBED, **{table.__name__: table for table in _ALL}}
 

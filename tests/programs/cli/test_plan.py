@@ -92,11 +92,7 @@ def test_flags_of_launch_are_accepted(plan):
     [
         ("--model none/such", {"FSDP-E709"}),
         ("--model custom", {"FSDP-E720"}),
-        ("--model unnamed", {"FSDP-E721"}),
-        ("--model llama --micro-batch 0", {"FSDP-E722"}),
-        (f"--model llama --micro-batch 1{'0' * 30}", {"FSDP-E722"}),
-        ("--model llama --seq-len many", {"FSDP-E722"}),
-        ("--model llama --gpu-memory lots", {"FSDP-E723"}),
+        ("--model unnamed", {"FSDP-E709"}),
         ("--model llama --seq-len 513", {"FSDP-E724"}),
         ("--model llama --global-batch 7", {"FSDP-E725"}),
         ("--model llama --global-batch 8 --accumulation 3", {"FSDP-E725"}),
@@ -108,9 +104,14 @@ def test_bad_input_is_a_problem(plan, argv, codes):
     assert result[0] == 1 and codes_of(result) == codes
 
 
+@pytest.mark.parametrize("flag", ["--micro-batch 0", "--seq-len many", "--gpu-memory lots", "--world-size 1e9"])
+def test_invalid_size_is_wrong_usage(plan, flag):
+    assert plan(f"--model llama fsdp.yaml {flag}")[0] == 2
+
+
 def test_all_problems_are_reported_at_once(plan):
-    result = plan("--model custom fsdp.yaml --gpu-memory x --world-size 0 --set sharding.strategy=9 --json")
-    assert {"FSDP-E720", "FSDP-E722", "FSDP-E723"} < codes_of(result) and len(codes_of(result)) == 4
+    result = plan("--model custom fsdp.yaml --global-batch 7 --set sharding.strategy=9 --json")
+    assert {"FSDP-E720", "FSDP-E725"} < codes_of(result) and len(codes_of(result)) == 3
 
 
 def test_host_memory_is_compared_with_the_machine(plan, tmp_path):
@@ -127,35 +128,6 @@ def test_host_memory_is_compared_with_the_machine(plan, tmp_path):
     assert "copies of asynchronous saves" in text and "on a machine with 4 ranks" in text
 
 
-@pytest.mark.parametrize(
-    ("argv", "expected"),
-    [
-        ("", set()),
-        ("--device cpu --world-size 64", set()),
-        ("--world-size 16", {"set_separate_reduce_scatter_group", "enable_cpu_affinity"}),
-        ("--world-size 16 --fsdp_version 1", {"enable_cpu_affinity"}),
-        ("--world-size 16 --enable_cpu_affinity", {"set_separate_reduce_scatter_group"}),
-        ("--world-size 64", {"set_separate_reduce_scatter_group", "enable_cpu_affinity", "gc.collect"}),
-        ("--world-size 3 --set offload.params=true", {"enable_cpu_affinity", "pinned_max_round_threshold_mb"}),
-    ],
-)
-def test_suggestions_are_made_where_they_apply(plan, argv, expected):
-    words = ("set_separate_reduce_scatter_group", "enable_cpu_affinity", "gc.collect", "expandable_segments",
-             "pinned_max_round_threshold_mb", "fp8")  # fmt: skip
-    code, out, _ = plan(f"--model llama fsdp.yaml --seq-len 64 --json {argv}")
-    assert code == 0
-    assert {word for word in words for text in json.loads(out)["suggestions"] if word in text} == expected
-
-
-def test_memory_that_just_fits_suggests_larger_segments(plan):
-    argv = "--model llama fsdp.yaml --seq-len 64 --json"
-    device = json.loads(plan(argv)[1])["device_memory"]
-    for name, suggested in (("needed_bytes", True), ("total_bytes", False)):
-        memory = device[name] // (1 << 20) + 1
-        found = json.loads(plan(f"{argv} --gpu-memory {memory}MiB")[1])
-        assert any("expandable_segments" in text for text in found["suggestions"]) == suggested
-
-
 def test_global_batch_sets_the_accumulation(plan):
     found = json.loads(plan("--model llama fsdp.yaml --micro-batch 2 --global-batch 24 --json")[1])
     assert found["workload"]["accumulation"] == 3
@@ -168,7 +140,6 @@ def test_adapters_are_planned_with_frozen_weights(plan):
     )
     assert lora["optimizer_bytes"] < whole["optimizer_bytes"] / 2
     assert packed["params_bytes"] < lora["params_bytes"]
-    assert codes_of(plan("--model llama fsdp.yaml --lora-rank 0 --json")) == {"FSDP-E722"}
 
 
 def test_missing_model_is_wrong_usage(plan):
@@ -178,7 +149,7 @@ def test_missing_model_is_wrong_usage(plan):
 
 def test_advice_ends_with_a_config_that_check_accepts(plan, hf_fsdp, tmp_path):
     code, out, _ = plan("--advise --model llama fsdp.yaml --seq-len 128 --global-batch 16 --gpu-memory 80GB")
-    assert code == 0 and out.startswith("Best: ") and "The usual decision tree" in out
+    assert code == 0 and out.startswith("Best: ")
     (tmp_path / "best.yaml").write_text(out[out.index("compute_environment:") :])
     code, printed, _ = hf_fsdp("check", "best.yaml", "--model", "llama", "--json")
     settings = json.loads(printed)["settings"]
@@ -228,27 +199,9 @@ def test_unknown_machine_is_a_problem(plan):
     assert codes_of(result) == {"FSDP-E830"}
 
 
-def test_pictures_are_written_and_not_overwritten(plan, tmp_path):
-    argv = "--model llama --config fsdp.yaml --seq-len 128 --html plan.html --json"
-    assert plan(argv)[0] == 0
-    page = (tmp_path / "plan.html").read_text()
-    again = plan(argv)
-    assert again[0] == 1
-    assert codes_of(again) == {"FSDP-E833"}
-    assert plan(f"{argv} --force --machine h100-sxm")[0] == 0
-    assert (tmp_path / "plan.html").read_text() != page
-
-
-def test_picture_in_a_missing_folder_is_a_problem(plan):
-    result = plan("--model llama --config fsdp.yaml --seq-len 128 --html nowhere/plan.html --json")
-    assert codes_of(result) == {"FSDP-E835"}
-
-
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        ('"num_hidden_layers": -2', "num_hidden_layers=-2 is less than 1"),
-        ('"hidden_size": 0', "hidden_size=0 is less than 1"),
         ('"num_attention_heads": 7', "attention heads (7)"),
         ('"hidden_size": ', "not a valid JSON"),
     ],

@@ -14,7 +14,6 @@ from hf_fsdp_plugin.tools.plan.estimate.planner import (
     SAME_SPEED,
     Subject,
     advise,
-    decision_tree,
     in_order,
     micro_batches,
     shardings,
@@ -132,7 +131,6 @@ def test_nothing_fits_names_a_change_that_does():
     found = advice(memory=smallest, headroom=1.0, seq_len=512)
     assert found.best is None
     assert any(text.startswith("Sequences of 256 tokens") for text in found.remedies)
-    assert "does not fit either" in decision_tree(found, 10**9)
 
 
 def subject_of(family, version, **wrap):
@@ -154,27 +152,6 @@ def test_meshes_divide_the_world():
     hybrid = {each.shard for each in found if each.strategy == "hybrid_shard"}
     assert hybrid == {2, 4, 8}
     assert micro_batches(12) == (1, 2, 4, 12)
-
-
-@pytest.mark.parametrize(
-    ("billions", "choice"),
-    [
-        (1, "no_shard"),
-        (7, "shard_grad_op"),
-        (70.6, "full_shard"),
-        (180, "full_shard with offload of parameters"),
-    ],
-)
-def test_decision_tree_is_by_size_alone(billions, choice):
-    assert f" gives {choice}" in decision_tree(advice(), int(billions * 10**9))
-
-
-def test_difference_to_the_tree_has_a_reason():
-    found = advice()
-    best = found.best
-    assert best is not None
-    text = decision_tree(found, 10**9)
-    assert text.endswith("as the planner does.") if best.choice.strategy == "no_shard" else "but it" in text
 
 
 def test_equally_fast_rows_prefer_memory_and_simple_meshes():

@@ -171,15 +171,14 @@ def test_rank_on_accelerator_is_busy_if_it_makes_progress(
     assert [notice for notice in notices if "FSDP-W732" in notice] == notices and len(notices) == is_busy
 
 
-def test_rank_that_reads_files_has_five_limits(ranks: Make, tmp_path: Path) -> None:
+def test_rank_that_reads_files_is_only_named(ranks: Make, tmp_path: Path) -> None:
     both = ranks()
     both[1].files.stacks.write_text(
         f'main 0x1\nThread 0x1 (most recent call first):\n  File "{tmp_path / "train.py"}", line 2 in <module>\n'
     )
     (tmp_path / "train.py").write_text("import json\nconfig = json.loads(file.read())\n")
-    hang, notices = watch_for(both, 30.0, is_strict=False)
-    assert hang is not None and hang.reads and not hang.is_busy
-    assert hang.waiting.seconds >= 5 * LIMIT
+    hang, notices = watch_for(both, 5.0, is_strict=False)
+    assert hang is None
     assert len(notices) == 1 and "FSDP-W732" in notices[0] and "waits for files or data" in notices[0]
 
 
@@ -272,5 +271,5 @@ def test_state_and_time_of_processes_are_read(ranks: Make) -> None:
     ):
         time.sleep(0.05)
     after = processor_use([rank.pid for rank in both])
-    assert after[both[0].pid] == before[both[0].pid] and not after[both[0].pid].runs
-    assert after[both[1].pid].seconds > before[both[1].pid].seconds and after[both[1].pid].runs
+    assert after[both[0].pid] == before[both[0].pid]
+    assert after[both[1].pid].seconds > before[both[1].pid].seconds

@@ -260,7 +260,7 @@ def test_missing_config_exits_2(capsys, tmp_path, json_flag):
     assert main(["check", str(tmp_path / "none.yaml"), *json_flag]) == 2
     assert main(["check", str(tmp_path), *json_flag]) == 2
     shown = capsys.readouterr()
-    assert "FSDP-E001" in shown.out + shown.err and "FSDP-E002" in shown.out + shown.err
+    assert (shown.out + shown.err).count("FSDP-E001") == 2
 
 
 def test_fsdp_and_fsdp_config_flags_are_read(capsys, config):
@@ -290,7 +290,7 @@ def test_default_file_is_read_without_a_config(capsys, tmp_path):
     assert code == 0 and result["settings"]["sharding.strategy"]["value"] == "shard_grad_op"
 
 
-@pytest.mark.parametrize("argv", ["", "check --frobnicate", "check --fix a b", "check --world-size 0", "check --set"])
+@pytest.mark.parametrize("argv", ["", "check --frobnicate", "check --world-size 0", "check --set"])
 def test_wrong_usage_exits_2(capsys, argv):
     assert main(argv.split()) == 2
     assert "Traceback" not in capsys.readouterr().err

@@ -50,7 +50,7 @@ def completed(shell: str, program: str, folder) -> list[str]:
 
 def test_every_verb_and_flag_is_listed():
     found = {verb: {flag for action in visible_actions(verb) for flag in long_flags(action)} for verb in VERBS}
-    assert {"--config-file", "--fix", "--json", "--fsdp_version", "--mixed_precision"} <= found["check"]
+    assert {"--config-file", "--json", "--fsdp_version", "--mixed_precision"} <= found["check"]
     assert {"--dry_run", "--fsdp_offload_params", "--log_dir"} <= found["launch"]
     assert "--log_dir" not in found["check"] and "--use_deepspeed" not in found["launch"]
 

@@ -128,16 +128,6 @@ def test_fsdp1_is_possible(hf_fsdp, source):
     assert (code, section["fsdp_version"], section["fsdp_sharding_strategy"]) == (0, 1, "FULL_SHARD")
 
 
-def test_distributed_config_needs_the_number_of_ranks(hf_fsdp, source):
-    code, out, err = hf_fsdp("convert", source, "--to", "distributed-config", *ARGUMENTS)
-    assert (code, out) == (1, "") and "FSDP-E735" in err
-    flags = ("--num_processes", "8", "--fsdp_state_dict_type", "full")
-    code, out, err = hf_fsdp("convert", source, "--to", "distributed-config", *flags, "--", "--bf16", "true")
-    expected = {"fsdp_size": 8, "dp_replicate_size": 1, "fsdp_cpu_offload": True, "fsdp_mixed_precision": True}
-    assert (code, json.loads(out)) == (0, expected)
-    assert "FSDP-W738" in err and "checkpoint.state_dict=full" in err
-
-
 def test_json_has_the_outcome_of_every_key(hf_fsdp, source):
     code, out, err = hf_fsdp("convert", source, "--json", *ARGUMENTS)
     tree = json.loads(out)

@@ -36,7 +36,6 @@ def test_words_are_split_by_their_owner(words: str, checked: str, training: str)
         ("--run fsdp.yaml -m package.train", "runs a script of its own, and not -m package.train. Pass --model"),
         ("--run fsdp.yaml other.yaml --model m", "needs one config"),
         ("--run fsdp.yaml --model m --limit 0", "--limit is 0"),
-        ("--run fsdp.yaml --model m --fix", "does not combine with --fix"),
     ],
 )
 def test_wrong_usage_exits_2_without_ranks(

@@ -487,12 +487,11 @@ def broken_file(self: Builder) -> Case:
     text = file if isinstance(file, str) else file.decode("utf-8-sig")
     breaks: Mapping[str, tuple[str | bytes, str]] = {
         "twice": (f"{text}\ndebug: true\nmachine_rank: 0\nmachine_rank: 0\n", "FSDP-E013"),
-        "documents": (f"{text}\n---\n{text}", "FSDP-E010"),
-        "alias": ("use_cpu: &x true\ndebug: *x\n", "FSDP-E011"),
+        "documents": (f"{text}\n---\n{text}", "FSDP-E006"),
         "tag": ("use_cpu: !!python/object:os.system x\n", "FSDP-E011"),
         "latin": ("# é\n".encode("latin-1") + text.encode(), "FSDP-E005"),
         "utf-16": (text.encode("utf-16"), "FSDP-E005"),
-        "zero": (text.encode() + b"\0", "FSDP-E005"),
+        "zero": (text.encode() + b"\0", "FSDP-E006"),
         "empty": (pick(self.random, ("", " ", "\n\n", "# comment\n", "---\n")), "FSDP-E008"),
         "list": ("- a\n- b\n", "FSDP-E009"),
         "deep": ("a: " + "[" * 40 + "]" * 40, "FSDP-E004"),
@@ -503,7 +502,7 @@ def broken_file(self: Builder) -> Case:
     if way == "twice" and text.lstrip().startswith("{"):
         content, code = text.rstrip()[:-1] + ', "zz": 1, "zz": 1}', "FSDP-E013"
     if way == "documents" and text.lstrip().startswith("{"):
-        content, code = f"use_cpu: true\n---\n{text}", "FSDP-E010"
+        content, code = f"use_cpu: true\n---\n{text}", "FSDP-E006"
     return Case("broken file", {"file": content, "suffix": "yaml"}, whole=frozenset({code}))
 
 

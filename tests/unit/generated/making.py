@@ -177,10 +177,6 @@ def _names(random: Random, setting: Documented) -> Any:
     return (names, ",".join(names), ", ".join(names) + ",", str(names), tuple(names))[form]
 
 
-def _address(random: Random, setting: Documented) -> Any:
-    return pick(random, ("10.0.0.1", "::1", "FE80::1", "localhost", "node-0.cluster", "a.b", "Host1"))
-
-
 def _devices(random: Random, setting: Documented) -> Any:
     numbers = random.sample(range(16), random.randrange(1, 4))
     return pick(random, ("all", "ALL", ",".join(map(str, numbers)), numbers, numbers[0], "GPU-1a2b-3c", ["0", "1"]))
@@ -188,10 +184,9 @@ def _devices(random: Random, setting: Documented) -> Any:
 
 _VALID = {
     "choice": _choice, "bool": _bool, "integer": _integer, "count": _count, "size": _size, "names": _names,
-    "address": _address, "devices": _devices,
+    "devices": _devices,
     "one": lambda random, setting: pick(random, (1, "1", 1.0, "1.0", "+1")),
-    "identifier": lambda random, setting: pick(random, ("main", "train_2", "_x", "Über")),
-    "pattern": lambda random, setting: pick(random, (".*lora.*", "x", r"a\.b", "(a|b)+$", "[0-9]")),
+    "text": lambda random, setting: pick(random, (".*lora.*", "x", r"a\.b", "(a|b)+$", "[0-9]")),
     "mapping": lambda random, setting: pick(random, ({}, {"a": 1}, {"a": {"b": [1]}})),
     "any": lambda random, setting: pick(random, (1, "x", {"a": 1}, ["x"], True)),
     "reshard": lambda random, setting: pick(random, (True, False, "true", "FULL_SHARD", 2, "hybrid_shard")),

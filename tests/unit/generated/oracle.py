@@ -5,7 +5,6 @@ Nothing here is imported from the package: the tests compare its answers with th
 
 from __future__ import annotations
 
-import ipaddress
 import keyword
 import re
 from collections.abc import Mapping
@@ -18,6 +17,8 @@ import yaml
 from tests.unit.generated.settings_document import Document, Documented
 
 BLANKS = " \t\r\n\f\v"
+PATTERNS = ("wrap.ignored_modules", "precision.fp32_modules")
+"""Settings that are regular expressions."""
 NULL_WORDS = ("", "none", "null", "~")
 """Texts without content."""
 WITHOUT_NULL = ("--set", "command line")
@@ -166,18 +167,6 @@ class Oracle:
                 names.append(part)
         return accepted(tuple(dict.fromkeys(names))) if names else REFUSED
 
-    def _address(self, setting: Documented, raw: Any) -> Verdict:
-        if not isinstance(raw, str):
-            return REFUSED
-        text = raw.strip(BLANKS)
-        try:
-            return accepted(str(ipaddress.ip_address(text)))
-        except ValueError:
-            pass
-        labels = text.split(".")
-        is_host = all(re.fullmatch("[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?", label) for label in labels)
-        return accepted(text) if is_host and not labels[-1].isdigit() and len(text) <= 253 else REFUSED
-
     def _devices(self, setting: Documented, raw: Any) -> Verdict:
         if isinstance(raw, bool):
             return REFUSED
@@ -191,15 +180,11 @@ class Oracle:
         valid = all(form.fullmatch(lower(text)) for text in texts) and len({lower(t) for t in texts}) == len(texts)
         return accepted(",".join(texts)) if valid and texts else REFUSED
 
-    def _identifier(self, setting: Documented, raw: Any) -> Verdict:
-        name = raw.strip(BLANKS) if isinstance(raw, str) else ""
-        return accepted(name) if name.isidentifier() and not keyword.iskeyword(name) else REFUSED
-
-    def _pattern(self, setting: Documented, raw: Any) -> Verdict:
+    def _text(self, setting: Documented, raw: Any) -> Verdict:
         if not isinstance(raw, str) or re.search("[\n\r\0]", raw.strip(BLANKS)):
             return REFUSED
         try:
-            re.compile(raw.strip(BLANKS))
+            re.compile(raw.strip(BLANKS) if setting.name in PATTERNS else "")
         except (re.error, RecursionError, OverflowError):
             return REFUSED
         return accepted(raw.strip(BLANKS))

@@ -20,11 +20,9 @@ from hf_fsdp_plugin.hangs.calls import (
     NUM_SLOTS,
     Call,
     CallRecord,
-    pack_ranks,
     rank_from_json,
     read_calls,
     read_header,
-    unpack_ranks,
 )
 
 
@@ -70,7 +68,7 @@ def test_calls_are_read_with_their_unit_and_size(record: CallRecord, path: Path)
         Call("barrier"),
         Call("broadcast"),
     )
-    assert (calls.last, calls.ranks, calls.enqueues, calls.timeout) == (5, "0,1", False, 90.0)
+    assert (calls.last, calls.ranks, calls.enqueues, calls.timeout) == (5, (0, 1), False, 90.0)
     assert rank_from_json(json.loads(json.dumps(found.to_json()))).groups == found.groups
 
 
@@ -167,15 +165,6 @@ def test_torn_files_are_read_as_far_as_possible(record: CallRecord, path: Path, 
     assert found.rank == 0 and all(group.calls for group in found.groups.values())
 
 
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [([0], "0"), ([0, 1], "0,1"), (list(range(8)), "0-7"), ([1, 5, 9], "1-9:4"), ([0, 1, 5], "0,1,5"), ([], "")],
-)
-def test_ranks_are_packed_and_unpacked(ranks: list[int], text: str) -> None:
-    assert pack_ranks(ranks) == text
-    assert unpack_ranks(text) == ranks
-
-
-@pytest.mark.parametrize("file", [python_stacks._ROUND, python_stacks._RECORDING, process_end._PROGRAMS[0]])
+@pytest.mark.parametrize("file", [python_stacks._RECORDING, process_end._PROGRAMS[0]])
 def test_files_that_stacks_leave_out_exist(file: str) -> None:
     assert (Path(python_stacks.__file__).parents[1] / file).exists()

@@ -40,6 +40,7 @@ def uninstalled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def as_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Variables of a rank. Returns the folder of temporary files."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     for name, value in RANK.items():
         monkeypatch.setenv(name, value)
     yield tmp_path

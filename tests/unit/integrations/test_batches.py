@@ -11,49 +11,16 @@ import torch
 import torch.distributed as dist
 from accelerate.data_loader import prepare_data_loader
 from accelerate.scheduler import AcceleratedScheduler
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import get_scheduler
 
 from hf_fsdp_plugin.integrations.accelerate.batches import (
     AccelerateLoop,
     batch_of,
-    check_even_batches,
     keep_samples_per_step,
 )
 from hf_fsdp_plugin.state import parts_of
-
-
-def prepared(num_samples: int, *, rank: int = 0, even_batches: bool = False, **loading: Any) -> Any:
-    """The loader of one of four ranks. Each batch of the dataset has two samples."""
-    loader = DataLoader(range(num_samples), batch_size=2, **loading)  # type: ignore[arg-type]
-    return prepare_data_loader(loader, num_processes=4, process_index=rank, even_batches=even_batches)
-
-
-@pytest.mark.parametrize(
-    ("num_samples", "message"),
-    [(26, "rank 0 has 4 batches, the others 3."), (28, "the first 2 ranks have 4 batches, the others 3.")],
-)
-def test_different_numbers_of_batches_are_reported(num_samples: int, message: str) -> None:
-    problem = check_even_batches(prepared(num_samples))
-    assert problem is not None and problem.code == "FSDP-W690" and message in problem.message
-    lengths = [len(list(prepared(num_samples, rank=rank))) for rank in range(4)]
-    assert (max(lengths), min(lengths)) == (4, 3)
-
-
-@pytest.mark.parametrize(
-    ("num_samples", "arguments"),
-    [(24, {}), (26, {"even_batches": True}), (26, {"drop_last": True})],
-    ids=["divisible", "even", "dropped"],
-)
-def test_equal_numbers_of_batches_are_not_reported(num_samples: int, arguments: dict[str, Any]) -> None:
-    assert check_even_batches(prepared(num_samples, **arguments)) is None
-    assert len({len(list(prepared(num_samples, rank=rank, **arguments))) for rank in range(4)}) == 1
-
-
-def test_other_objects_are_not_reported() -> None:
-    assert check_even_batches(DataLoader(range(3))) is None  # type: ignore[arg-type]
-    assert check_even_batches(object()) is None
 
 
 def loop(world_size: int, scheduler: Any, monkeypatch: pytest.MonkeyPatch, *, accumulation: int = 1) -> Any:
@@ -84,28 +51,11 @@ def test_restart_scales_accumulation_and_its_count(monkeypatch: pytest.MonkeyPat
     assert batch_of(resumed)["samples_per_step"] == 16
 
 
-def test_restart_keeps_length_of_torch_scheduler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """``OneCycleLR`` loads its 40 steps, and raises at the step after them."""
-    before = OneCycleLR(sgd(), 1.0, total_steps=40)
-    saved = batch_of(loop(4, before, monkeypatch))
-    after = OneCycleLR(sgd(), 1.0, total_steps=20)
-    after.load_state_dict(before.state_dict())
-    resumed = loop(2, after, monkeypatch)
-    keep_samples_per_step(resumed, tmp_path, saved)
-    (scheduler,) = resumed._schedulers
-    steps = []
-    for _ in range(11):
-        scheduler.step()
-        steps.append(after.last_epoch)
-    assert steps == [*range(4, 41, 4), 40]
-    assert batch_of(resumed)["schedules"] == [{"steps": 4, "factors": None}]
-
-
-@pytest.mark.parametrize(("length", "is_reported"), [(80, False), (40, False), (60, True)])
+@pytest.mark.parametrize(("length", "is_reported"), [(80, True), (40, False), (60, True)])
 def test_other_schedule_after_restart_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, length: int, is_reported: bool
 ) -> None:
-    """The schedule had 80 steps on four ranks: 80 are the same ones on two ranks, and so are 40."""
+    """The schedule had 80 steps of the scheduler on four ranks: 40 on two ranks are the same one."""
     saved = batch_of(loop(4, get_scheduler("linear", sgd(), 8, 80), monkeypatch))
     after = get_scheduler("linear", sgd(), length // 10, length)
     after.last_epoch = 24  # as in the checkpoint
@@ -113,4 +63,4 @@ def test_other_schedule_after_restart_is_reported(
     keep_samples_per_step(resumed, tmp_path, saved)
     assert ("FSDP-W434" in capsys.readouterr().err) is is_reported
     assert after.last_epoch == (12 if length == 40 else 24)
-    assert batch_of(resumed)["schedules"][0]["steps"] == (2 if length == 40 else 4)
+    assert batch_of(resumed)["schedules"][0]["steps"] == 2

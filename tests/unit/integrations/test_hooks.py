@@ -17,8 +17,7 @@ import yaml
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.integrations import hooks
 from hf_fsdp_plugin.integrations.hooks import HOOKS, Hook
-from hf_fsdp_plugin.integrations.patching import changes, override_hooked_methods
-from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.integrations.patching import changes
 
 MAX_ROWS = 70
 ROWS = [hook for group in HOOKS.values() for hook in group if importlib.util.find_spec(hook.module.partition(".")[0])]
@@ -169,39 +168,6 @@ def test_wrapped_replacement_calls_original_after_uninstall(stock: dict[str, Any
             replacing(object())  # type: ignore[arg-type]
     finally:
         accelerate.Accelerator.end_training = stock["accelerate.accelerator:Accelerator.end_training"]  # type: ignore[method-assign]
-
-
-def test_overriding_subclass_calls_replacement_once(stock: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import Trainer
-
-    from hf_fsdp_plugin.integrations import patching
-
-    calls: list[str] = []
-
-    def replacement(original: Any, trainer: Any, *args: Any) -> Any:
-        calls.append(type(trainer).__name__)
-        return original(*args)
-
-    @override_hooked_methods(Trainer)
-    class Mixin:
-        pass
-
-    class Base(Trainer):
-        def __init__(self) -> None:
-            pass
-
-    class Derived(Mixin, Base):
-        pass
-
-    monkeypatch.setattr(patching, "_replacement", lambda hook: replacement)
-    monkeypatch.setattr(Trainer, "_finalize_training", lambda self, value: value)
-    monkeypatch.setattr(session(), "uses_fsdp", True)
-    changes().install("transformers")
-    assert (Base()._finalize_training(1), Derived()._finalize_training(2)) == (1, 2)  # type: ignore[call-arg, arg-type]
-    assert calls == ["Base", "Derived"]
-    hfp.uninstall()
-    assert (Base()._finalize_training(1), Derived()._finalize_training(2)) == (1, 2)  # type: ignore[call-arg, arg-type]
-    assert calls == ["Base", "Derived", "Derived"]
 
 
 def test_module_without_a_name_does_not_stop_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import DistributedConfig
 
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.integrations.transformers import loading
 from hf_fsdp_plugin.plan import resolve
 from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.spec.load import load_spec
-from tests.support.matrices import needs_transformers
 
 
 @dataclass
@@ -53,26 +49,6 @@ def test_mesh_that_transformers_cannot_make_is_refused(
     monkeypatch.setattr(resolve, "version_of", lambda library: installed)
     with pytest.raises(SpecError, match=rf"Transformers {installed} cannot make.*Install transformers>={needed}\. "):
         received(monkeypatch, sizes)
-
-
-@pytest.mark.parametrize(("installed", "is_refused"), [("5.18.1", True), ("5.19.0", False)])
-@pytest.mark.parametrize("fsdp_size", [1, 2])
-def test_config_of_a_script_is_checked_like_settings(
-    monkeypatch: pytest.MonkeyPatch, installed: str, is_refused: bool, fsdp_size: int
-) -> None:
-    """Layers of a model that is not sharded are divided by all versions."""
-    monkeypatch.setattr(resolve, "version_of", lambda library: installed)
-    model = SimpleNamespace(tp_plan={"layers.*": "colwise"}, config=None)
-    config = DistributedConfig(tp_size=2, fsdp_size=fsdp_size)
-    with pytest.raises(SpecError, match="FSDP-E122") if is_refused and fsdp_size > 1 else nullcontext():
-        assert loading.distribute_checked_model(lambda *args: "divided", object, model, config) == "divided"
-
-
-@needs_transformers("5.23")
-def test_mesh_of_a_script_for_transformers_4_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    mesh = Mesh(("dp_replicate", "dp_shard", "tp"), (2, 2, 2))
-    config = received(monkeypatch, {}, tp_plan="auto", device_mesh=mesh)["distributed_config"]
-    assert (config.dp_replicate_size, config.fsdp_size, config.tp_size) == (2, 2, 2)
 
 
 @pytest.mark.parametrize(

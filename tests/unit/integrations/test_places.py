@@ -26,7 +26,7 @@ import os, sys, threading
 from pathlib import Path
 from hf_fsdp_plugin.hangs.python_stacks import StackFile, request_stack
 stacks = StackFile()
-stacks.open(Path(sys.argv[1]), crashes="record")
+stacks.open(Path(sys.argv[1]), records_crashes=True)
 stop = threading.Event()
 threading.Thread(target=stop.wait, daemon=True).start()
 def outer(): inner()

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from hf_fsdp_plugin.problems import SpecError
-from hf_fsdp_plugin.tools.preflight.builtin_script import PreflightArguments, parse_arguments
 from hf_fsdp_plugin.tools.preflight.stages import Options, preflight, problems_of, read_records
+from hf_fsdp_plugin.tools.preflight.training import PreflightArguments, parse_arguments
 
 
 @pytest.fixture(autouse=True)

@@ -63,36 +63,6 @@ def added(before: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in changed.items() if name.startswith(("NCCL", "GLOO"))}
 
 
-@pytest.mark.parametrize(
-    ("device", "name", "supported", "expected"),
-    [
-        ("cuda", "NVIDIA GeForce RTX 4090", False, {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}),
-        ("cuda", "NVIDIA GeForce RTX 4090", True, {}),
-        ("cuda", "NVIDIA H100 80GB HBM3", None, {}),
-        ("xpu", "", None, {}),
-    ],
-)
-def test_gpus_without_peer_transfers_get_variables_of_nccl(
-    environment: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-    device: str,
-    name: str,
-    supported: bool | None,
-    expected: dict[str, str],
-) -> None:
-    """Only GPUs that may lack them are asked about with nvidia-smi."""
-
-    def check() -> bool:
-        assert supported is not None, "nvidia-smi was started"
-        return supported
-
-    monkeypatch.setattr("accelerate.utils.check_cuda_p2p_ib_support", check)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda index: name)
-    accelerator._disable_unsupported_transports(device)
-    assert added(environment) == expected
-
-
 def test_large_world_sets_gloo_before_the_process_group(
     environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

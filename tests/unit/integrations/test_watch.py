@@ -18,9 +18,9 @@ from hf_fsdp_plugin import SpecError
 from hf_fsdp_plugin.hangs import process_end
 from hf_fsdp_plugin.hangs.calls import Counts, read_calls, record
 from hf_fsdp_plugin.hangs.watch_files import RankFiles, find_peers, remove_files, start_of
-from hf_fsdp_plugin.integrations.failure_record import WatchedRank
 from hf_fsdp_plugin.integrations.failure_watch import watch
 from hf_fsdp_plugin.integrations.session import current_run
+from hf_fsdp_plugin.integrations.watch_thread import WatchedRank
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.rank_variables import ERROR_FILE_VARIABLE, FILES_VARIABLE, LOG_VARIABLE
 from hf_fsdp_plugin.runs.restart_policy import Restarts
@@ -152,20 +152,6 @@ def test_hang_of_earlier_ranks_does_not_end_new_ones(as_rank: Path, lives: bool)
     other.process.unlink()
 
 
-@pytest.mark.parametrize("what", ["link", "open folder"])
-def test_folder_of_others_is_not_used(as_rank: Path, what: str, capfd: pytest.CaptureFixture[str]) -> None:
-    folder = as_rank / f"hf_fsdp_{os.getuid()}"
-    if what == "link":
-        (as_rank / "mine").mkdir()
-        folder.symlink_to(as_rank / "mine")
-    else:
-        folder.mkdir()
-        folder.chmod(0o777)
-    watch().arm()
-    assert watch().armed is None
-    assert f"rank 0: hangs are not diagnosed: {folder}" in capfd.readouterr().err
-
-
 @pytest.mark.parametrize("name", ["HF_FSDP_HANG_TIMEOUT", "HF_FSDP_EXIT_TIMEOUT"])
 def test_limit_that_is_no_number_is_refused(as_rank: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "soon")
@@ -212,20 +198,17 @@ def test_lost_connection_names_the_rank_that_failed_first(as_rank: Path) -> None
     other.failure.unlink()
 
 
-@pytest.mark.parametrize(("stacks", "code"), [("", "FSDP-E734"), ("Fatal Python error: Aborted\n", "SIGABRT")])
-def test_lost_connection_names_a_rank_that_is_gone(as_rank: Path, stacks: str, code: str) -> None:
+def test_lost_connection_names_a_rank_that_is_gone(as_rank: Path) -> None:
     files = armed_files()
     other = RankFiles(files.stem.with_name("rank_1"))
     gone = subprocess.Popen(["true"])
     gone.wait()
     content = json.loads(files.process.read_text()) | {"rank": 1, "pid": gone.pid}
     other.process.write_text(json.dumps(content))
-    other.stacks.write_text(stacks)
     error = RuntimeError("Connection closed by peer")
     watch().failed(error)
-    assert "rank 1 " in error.__notes__[0] and code in error.__notes__[0]
+    assert "rank 1 " in error.__notes__[0] and "FSDP-E734" in error.__notes__[0]
     other.process.unlink()
-    other.stacks.unlink()
 
 
 def test_rank_that_is_told_to_end_still_names_the_cause(as_rank: Path) -> None:
@@ -235,7 +218,6 @@ def test_rank_that_is_told_to_end_still_names_the_cause(as_rank: Path) -> None:
     sleeper = subprocess.Popen(["sleep", "60"])
     content = json.loads(files.process.read_text()) | {"rank": 1, "pid": sleeper.pid, "start": start_of(sleeper.pid)}
     other.process.write_text(json.dumps(content))
-    other.stacks.write_text("Fatal Python error: Aborted\n")
 
     def end() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -247,7 +229,6 @@ def test_rank_that_is_told_to_end_still_names_the_cause(as_rank: Path) -> None:
     error = RuntimeError("Connection closed by peer")
     watch().failed(error)
     timer.join()
-    assert "rank 1 " in error.__notes__[0] and "SIGABRT" in error.__notes__[0]
+    assert "rank 1 " in error.__notes__[0] and "FSDP-E734" in error.__notes__[0]
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     other.process.unlink()
-    other.stacks.unlink()

@@ -9,25 +9,18 @@ from typing import Any
 import pytest
 
 from hf_fsdp_plugin.launcher import world
-from hf_fsdp_plugin.launcher.world import DeviceSearch, FoundDevices, find_devices
+from hf_fsdp_plugin.launcher.world import FoundDevices, find_devices
 
 
-class Finished:
+def finished(*arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:
     """A process that has printed one accelerator."""
-
-    returncode = 0
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        pass
-
-    def communicate(self) -> tuple[str, str]:
-        return '{"kind": "sdaa", "count": 4}\n', ""
+    return subprocess.CompletedProcess((), 0, '{"kind": "sdaa", "count": 4}\n', "")
 
 
 @pytest.fixture(autouse=True)
 def no_device_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world, "_DEVICE_FILES", ())
-    monkeypatch.setattr(subprocess, "Popen", Finished)
+    monkeypatch.setattr(subprocess, "run", finished)
 
 
 def test_package_with_a_device_type_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,4 +30,4 @@ def test_package_with_a_device_type_is_asked(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_nothing_is_started_without_files_and_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
-    assert DeviceSearch().result() == FoundDevices()
+    assert find_devices() == FoundDevices()

@@ -10,15 +10,15 @@ import pytest
 from torch.distributed import HashStore
 
 import hf_fsdp_plugin.time_limits as time_limits
-from hf_fsdp_plugin.hangs.calls import RankCalls
-from hf_fsdp_plugin.launcher.other_machines import OtherMachines
-from hf_fsdp_plugin.runs.restart_policy import FailedAttempt
+from hf_fsdp_plugin.launcher.rendezvous import Rendezvous
+from hf_fsdp_plugin.launcher.world import World
+from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts
+from hf_fsdp_plugin.spec.fsdp_spec import LaunchSection
 
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time_limits, "LOOK", 0.0)
-    monkeypatch.setattr(time_limits, "PLACES", 0.3)
     monkeypatch.setattr(time_limits, "VERDICT", 0.3)
 
 
@@ -28,13 +28,21 @@ def store() -> Any:
     return store
 
 
+def met(store: Any, machine: int, num_machines: int) -> Rendezvous:
+    """A machine that has met the others in a store."""
+    world = World(device="cpu", num_machines=num_machines, machine_rank=machine, num_local=1)
+    rendezvous = Rendezvous(LaunchSection(num_machines=num_machines), world, Restarts())
+    rendezvous._store = store
+    return rendezvous
+
+
 def attempt(failure: str) -> FailedAttempt:
     return FailedAttempt(failure=failure, steps=3)
 
 
 def test_first_announcement_holds_on_all_machines() -> None:
     shared = store()
-    one, two, three = (OtherMachines(shared, machine, 3) for machine in range(3))
+    one, two, three = (met(shared, machine, 3) for machine in range(3))
     two.announce("rank 2: boom")
     one.announce("rank 0: lost the connection")
     assert {str(each.failure()) for each in (one, two, three)} == {"machine 1: rank 2: boom"}
@@ -45,29 +53,11 @@ def test_first_announcement_holds_on_all_machines() -> None:
 
 def test_machine_that_announced_and_is_gone_was_lost() -> None:
     shared = store()
-    one, two = OtherMachines(shared, 0, 2), OtherMachines(shared, 1, 2)
+    one, two = met(shared, 0, 2), met(shared, 1, 2)
     two.announce("rank 2: boom")
     one.failure()
     found = one.agree(attempt("rank 0: lost the connection"))
     assert (found.failure, found.machine, found.steps, found.final) == ("machine 1 was lost", 1, 3, "")
-
-
-def test_places_of_other_machines_come_to_the_first() -> None:
-    shared = store()
-    one, two = (OtherMachines(shared, machine, 3) for machine in range(2))
-    one.announce("rank 0: boom")
-    two.failure()
-    assert two.share_places([RankCalls(rank=1, place="in forward")])[1][0].startswith("machine 0 failed first")
-    found, notes = one.share_places([])
-    assert found == [RankCalls(rank=1, place="in forward")]
-    assert notes == ["the ranks of machines 2 are not included: see their launchers' output"]
-
-
-def test_text_of_another_program_is_escaped() -> None:
-    shared = store()
-    shared.set("failed", "anything")
-    found = OtherMachines(shared, 0, 2).failure()
-    assert found is not None and "another program" in str(found)
 
 
 class CutStore:
@@ -81,15 +71,14 @@ class CutStore:
 
 
 def test_lost_store_ends_the_run() -> None:
-    machines = OtherMachines(CutStore(), 1, 2)
+    machines = met(CutStore(), 1, 2)
     found = machines.failure()
     assert found is not None and found.kind == "lost"
     assert "the launcher that hosts the rendezvous is gone" in machines.agree(attempt("x")).final
-    assert (machines.num_ended(), machines.share_places([])) == (0, ([], []))
 
 
 def test_failure_beside_a_lost_store_is_announced_as_the_loss() -> None:
     """The ranks of this machine end before it has noticed that the store is gone."""
-    machines = OtherMachines(CutStore(), 1, 2)
+    machines = met(CutStore(), 1, 2)
     assert machines.announce("rank 3: Connection reset by peer").kind == "lost"
     assert machines.agree(attempt("x")).final

@@ -41,11 +41,11 @@ def make_unit(name: str, **facts: Any) -> UnitObservation:
         reshard_after_forward=True,
         offloaded=False,
         checkpointed=False,
-        live=LiveUnit(version=2, modules=(), is_root=not name, num_params=20, shard_size=2),
+        live=LiveUnit(2, is_root=not name, parts=[(None, {})], rows=()),
     )
     own = {key: value for key, value in facts.items() if hasattr(unit, key)}
-    live = {key: value for key, value in facts.items() if key not in own}
-    return replace(unit, **own, live=replace(unit.live, **live))
+    vars(unit.live).update({"num_params": 20, "shard_size": 2, **facts})
+    return replace(unit, **own)
 
 
 def make_run(plan: FsdpPlan | None = None, **facts: Any) -> ObservedRun:

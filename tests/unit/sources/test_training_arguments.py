@@ -31,7 +31,7 @@ def test_fsdp_config_path_has_line_numbers(assess, tmp_path):
 
 @pytest.mark.parametrize(
     ("config", "code"),
-    [("missing.json", "FSDP-E001"), ('{"a": }', "FSDP-E006"), (5, "FSDP-E055"), ({"offlaod_params": 1}, "FSDP-E020")],
+    [("missing.json", "FSDP-E001"), ('{"a": ', "FSDP-E006"), (5, "FSDP-E055"), ({"offlaod_params": 1}, "FSDP-E020")],
 )
 def test_invalid_fsdp_config_is_error(codes, config, code):
     assert codes(fsdp=True, fsdp_config=config) == [code]
@@ -66,8 +66,3 @@ def test_bf16_and_fp16_together_are_error(problems):
 def test_two_kinds_of_checkpointing_are_error(codes):
     arguments = {"fsdp": True, "gradient_checkpointing": True, "fsdp_config": {"activation_checkpointing": True}}
     assert codes(training_arguments=arguments) == ["FSDP-E112"]
-
-
-def test_arguments_of_old_transformers_are_read(assess):
-    spec = assess(training_arguments={"fsdp": "full_shard auto_wrap", "fsdp_min_num_params": 2000}).spec
-    assert (spec.wrap.policy, spec.wrap.min_num_params) == ("size", 2000)

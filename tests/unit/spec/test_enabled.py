@@ -23,12 +23,6 @@ def test_fsdp_config_without_fsdp_is_reported(assess, codes, fsdp, content):
     assert "FSDP-W033" in codes(fsdp=fsdp, fsdp_config=content, severity="warning")
 
 
-def test_old_arguments_without_fsdp_are_reported(assess):
-    assessment = assess(training_arguments={"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer"})
-    assert not assessment.spec.enabled
-    assert "fsdp_transformer_layer_cls_to_wrap" in assessment.problems[0].message
-
-
 @pytest.mark.parametrize("fsdp", OFF, ids=repr)
 def test_fsdp_config_applies_if_the_launcher_enables_fsdp(assess, codes, fsdp):
     spec = assess(YAML, fsdp=fsdp, fsdp_config={"offload_params": True}).spec

@@ -15,8 +15,7 @@ VALUES: dict[str, tuple[Any, Any, Any, Any]] = {
     "count": (10**6, "1M", 2000, "2_000"),
     "size": (2, "2", 4, "4"),
     "names": (("A",), "['A']", ("B",), "B,"),
-    "pattern": ("a.*", "a.*", "b.*", "b.*"),
-    "address": ("10.0.0.1", "10.0.0.1", "node-1", "node-1"),
+    "text": ("a.*", "a.*", "b.*", "b.*"),
     "devices": ("0", "0", "1,2", "1, 2"),
 }
 """Kind -> a value with a spelling of it, and another value with a spelling of it."""

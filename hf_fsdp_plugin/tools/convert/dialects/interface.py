@@ -45,12 +45,9 @@ from hf_fsdp_plugin.sources.interface import Collector, SourceFamily, Sources, S
 from hf_fsdp_plugin.sources.tree import (
     ConfigEntry,
     ConfigFile,
-    ConfigFileError,
-    Entries,
     Node,
     config_tree,
     one_line,
-    read_text,
 )
 from hf_fsdp_plugin.text import format_names, format_value, plural
 from hf_fsdp_plugin.vocabulary import WORDS, Scope, canonical_setting, find_row, nearest_word, word_of
@@ -59,8 +56,6 @@ Fate = Literal["sets", "arguments", "irrelevant", "refused"]
 """What becomes of a key: settings, arguments of ``TrainingArguments``, nothing with a reason, or an error."""
 _LAUNCHER_SCOPES: Final[tuple[Scope, ...]] = ("launch", "fsdp", "parallelism", "dynamo", "fp8")
 _TEXT_LOADER: Final[Any] = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
-MAX_SCRIPT: Final = 100_000
-"""Limit of scripts, in characters."""
 AUTO: Final = "auto"
 """The value that the arguments of the Trainer replace."""
 
@@ -176,9 +171,7 @@ class DialectDocument:
     Attributes:
         shown: its name in messages.
         file: the file; ``None`` for a dict.
-        text: its text; empty for a dict, and if it is larger than a script may be.
-        root: its tree; without entries if the text is a script, or neither YAML nor JSON.
-        error: why the text has no tree.
+        root: its tree.
         sources: everything else that was given with the config.
         script_arguments: words of the command line of the script. They replace ``auto`` in a config of DeepSpeed.
         converts: whether all values of ``auto`` must be known, and a config of DDP is read too.
@@ -186,52 +179,25 @@ class DialectDocument:
 
     shown: str
     file: ConfigFile | None
-    text: str
     root: Node
-    error: ConfigFileError | None
     sources: Sources
     script_arguments: Sequence[str] = ()
     converts: bool = False
 
     @classmethod
     def of(cls, sources: Sources, script_arguments: Sequence[str] = (), *, converts: bool = False) -> DialectDocument:
-        """Read ``sources.config``. Raises ``ConfigFileError`` if it cannot be read as text."""
+        """Read ``sources.config``. Raises ``ConfigFileError`` if it cannot be read."""
         config = sources.config
-        file = config if isinstance(config, ConfigFile) else None
-        text, root, error = "", Node(value=Entries()), None
-        if file is not None:
-            text = read_text(file)
-            config = replace(file, data=text.encode())
-            if file.path.suffix.lower() == ".py":
-                message = "this is a script in Python, and settings are not read from Python code."
-                fix = "Give the config file or the shell script that the training is started with. "
-                fix += "Write settings of the code as flags: hf-fsdp launch --fsdp_version 2 …, or in a config file."
-                raise ConfigFileError("FSDP-E075", message, fix, source=file.shown)
-            if file.is_script and len(text) > MAX_SCRIPT:
-                message = f"the script is larger than {MAX_SCRIPT:,} characters, the limit for scripts."
-                raise ConfigFileError("FSDP-E004", message, "Give a script that starts a training.", source=file.shown)
         assert config is not None
-        try:
-            root = root if file is not None and file.is_script else config_tree(config)
-        except ConfigFileError as reason:
-            error = reason
-        shown = file.shown if file is not None else "config"
-        text = text if len(text) <= MAX_SCRIPT else ""
+        file = config if isinstance(config, ConfigFile) else None
         return cls(
-            shown=shown,
+            shown=file.shown if file is not None else "config",
             file=file,
-            text=text,
-            root=root,
-            error=error,
+            root=config_tree(config),
             sources=sources,
             script_arguments=script_arguments,
             converts=converts,
         )
-
-    @property
-    def is_script(self) -> bool:
-        """Whether it is a script by the name of its file."""
-        return self.file is not None and self.file.is_script
 
     def keys(self) -> dict[str, ConfigEntry]:
         """Return the entries of the top level by their key."""
@@ -339,7 +305,6 @@ class DialectReading(Collector):
         assert part is not None, "a config is given"
         self.defaults = part.family or self.defaults
         self.settings += part.settings
-        self.not_set += part.not_set
         self.problems += part.problems
         if isinstance(part, DialectReading):
             self.outcomes += part.outcomes
@@ -379,17 +344,6 @@ class DialectReading(Collector):
     def contradicts(self, entry: ConfigEntry, reason: str, fix: str = "Keep one of them.") -> None:
         """Report a value that contradicts another key or argument."""
         self.report("FSDP-E066", entry, f"{entry.key} is {entry.value.text}, {reason}.", fix)
-
-    def report_unresolved(self, entry: ConfigEntry) -> None:
-        """Report a value of a script that is known only when the script runs."""
-        message = f"{entry.key} is {one_line(str(entry.value.value))}, which is known only when the script runs."
-        self.report("FSDP-E076", entry, message, f"Write the value of {entry.key} into the script.")
-
-    def skip(self, entry: ConfigEntry, flag: str) -> None:
-        """Report a value that is known only when the script runs, and that the flag of a launcher replaces."""
-        message = f"{entry.key} is {entry.value.text}, which is known only when the script runs. It is not used."
-        self.report("FSDP-W078", entry, message, f"Pass {flag}.")
-        self.ignore(entry, "Its value is known only when the script runs.")
 
     def finish(self) -> None:
         """Add the problems that concern the whole file."""
@@ -449,8 +403,6 @@ class DialectReading(Collector):
         if row.fate == "arguments":
             reason = f"the Trainer has none of this name; known are {', '.join(row.values)}"
             self.refuse(entry, reason, f"Remove the section, and choose {row.to[0]} of TrainingArguments.")
-        elif self.document.is_script:
-            self.skip(entry, f"--{row.to[0].rpartition('.')[2]}")
         else:
             self.expect(entry, ", ".join(row.values), setting=canonical_setting(row.to[0]))
         return None

@@ -8,32 +8,24 @@ from typing import Final
 
 from hf_fsdp_plugin.sources import accelerate_file
 from hf_fsdp_plugin.sources.interface import Sources, SourceSettings
-from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFileError
+from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFile, ConfigFileError
 from hf_fsdp_plugin.tools.convert.dialects import (
     accelerate,
-    axolotl,
     deepspeed,
     distributed_config,
-    lightning,
-    llama_factory,
-    ms_swift,
-    shell_script,
     training_script,
 )
 from hf_fsdp_plugin.tools.convert.dialects.interface import ConfigDialect, DialectDocument, DialectReading, marked_by
 
-_MODULES: Final = (
-    accelerate,
-    deepspeed,
-    axolotl,
-    llama_factory,
-    ms_swift,
-    lightning,
-    distributed_config,
-    shell_script,
-    training_script,
+DIALECTS: Final[tuple[ConfigDialect, ...]] = (
+    accelerate.DIALECT,
+    deepspeed.DIALECT,
+    training_script.AXOLOTL,
+    training_script.LLAMA_FACTORY,
+    training_script.MS_SWIFT,
+    distributed_config.DIALECT,
+    training_script.TRAINING_SCRIPT,
 )
-DIALECTS: Final[tuple[ConfigDialect, ...]] = tuple(module.DIALECT for module in _MODULES)
 _MAX_DEPTH: Final = 4
 
 
@@ -60,6 +52,8 @@ def _read_config(
     try:
         if sources.config is None:
             return None
+        if isinstance(sources.config, ConfigFile) and sources.config.is_script:
+            return accelerate_file.read(sources) if depth else None  # which refuses it
         document = DialectDocument.of(sources, script_arguments, converts=converts)
         dialect = _dialect_of(document)
         if depth > _MAX_DEPTH:
@@ -93,10 +87,6 @@ def _dialect_of(document: DialectDocument) -> ConfigDialect | None:
         found = {title: marks for title, marks in found.items() if title not in general}
     if len(found) > 1:
         raise _mixed(document, found)
-    if not known and document.is_script:
-        message = "the script has no command that starts a training."
-        fix = "Give a script with accelerate launch, torchrun, deepspeed, swift, trl, axolotl or llamafactory-cli."
-        raise ConfigFileError("FSDP-E075", message, fix, source=document.shown)
     return known[0] if known else None
 
 

@@ -1,4 +1,4 @@
-"""Reads the config of a training script, and what the configs of other trainers have in common with it.
+"""Reads the configs of training scripts, axolotl, LLaMA-Factory and ms-swift.
 
 Such a config contains arguments of ``TrainingArguments``, and names files: a config of FSDP or of DeepSpeed.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -15,9 +15,32 @@ from typing import Any, Final
 import yaml
 
 from hf_fsdp_plugin.sources.interface import FSDP_SCOPES
-from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFile, ConfigFileError, Node, config_tree, parse_text
-from hf_fsdp_plugin.tools.convert.dialects.interface import ConfigDialect, DialectReading, is_off, load_yaml, marked_by
-from hf_fsdp_plugin.vocabulary import BY_NAME, TRAINING_FILE_MARKS, Scope, did_you_mean, find_row, nearest_word
+from hf_fsdp_plugin.sources.tree import (
+    ConfigEntry,
+    ConfigFile,
+    ConfigFileError,
+    Node,
+    config_tree,
+    from_python,
+    parse_text,
+)
+from hf_fsdp_plugin.tools.convert.dialects.interface import (
+    ConfigDialect,
+    DialectDocument,
+    DialectReading,
+    is_off,
+    load_yaml,
+    marked_by,
+)
+from hf_fsdp_plugin.vocabulary import (
+    BY_NAME,
+    PROGRAM_KEYS,
+    TRAINING_FILE_MARKS,
+    Scope,
+    did_you_mean,
+    find_row,
+    nearest_word,
+)
 
 _SCOPES: Final[tuple[Scope, ...]] = ("training", "parallelism", "fsdp", "fp8")
 _WHOLE_FILE: Final = ("fsdp_config", "distributed_type")
@@ -63,7 +86,6 @@ def read_training(
     # The settings are inactive, because the config does not enable FSDP.
     others = [setting for setting in reading.settings if setting.name != "launch.distributed_type"]
     reading.settings = [replace(setting, inactive=True) for setting in others]
-    reading.not_set = [replace(setting, inactive=True) for setting in reading.not_set]
     reading.imply("launch.distributed_type", "NO", fsdp)
     reading.mentions_fsdp = False
 
@@ -89,7 +111,7 @@ def add_config_file(reading: DialectReading, entry: ConfigEntry) -> None:
     text = str(entry.value.value).strip()
     try:
         if text.startswith("{"):
-            _add_section(reading, parse_text(text, source=reading.source, is_json=True), entry.line)
+            _add_section(reading, parse_text(text, source=reading.source), entry.line)
         elif (file := find_file(reading, entry)) is not None:
             root = config_tree(file)
             if any(inner.key in _WHOLE_FILE for inner in root.value):
@@ -123,9 +145,14 @@ def include_deepspeed(
     text = str(entry.value.value)
     config = entry.value.plain() if entry.value.is_mapping else presets.get(text, text)
     is_content = isinstance(config, Mapping) or config.lstrip().startswith("{")
-    file = as_file(reading, entry, config) if is_content else find_file(reading, entry, presets)
-    if file is not None:
-        reading.include(file, arguments | reading.arguments)
+    if is_content:  # as a file, for messages and for its dialect
+        data = (config if isinstance(config, str) else json.dumps(config)).encode()
+        file = ConfigFile(path=Path(f"{entry.key}.json").absolute(), shown=f"{reading.source} {entry.key}", data=data)
+    elif (found := find_file(reading, entry, presets)) is not None:
+        file = found
+    else:
+        return
+    reading.include(file, arguments | reading.arguments)
 
 
 def load_presets() -> Mapping[str, Presets]:
@@ -133,18 +160,8 @@ def load_presets() -> Mapping[str, Presets]:
     return load_yaml("presets", yaml.SafeLoader)
 
 
-def as_file(reading: DialectReading, entry: ConfigEntry, config: Mapping[str, Any] | str) -> ConfigFile:
-    """Return a file with a config that is part of another file, for messages and for its dialect."""
-    folder = reading.document.file.path.parent if reading.document.file is not None else Path()
-    path = folder / f"{entry.key.strip('-')}.json"
-    text = config if isinstance(config, str) else json.dumps(config)
-    return ConfigFile(path=path, shown=f"{reading.source} {entry.key}", data=text.encode())
-
-
-def find_file(
-    reading: DialectReading, entry: ConfigEntry, names: Collection[str] = (), *, report: bool = True
-) -> ConfigFile | None:
-    """Return the file that an entry names; ``None`` if there is none, which is an error with `report`.
+def find_file(reading: DialectReading, entry: ConfigEntry, names: Collection[str] = ()) -> ConfigFile | None:
+    """Return the file that an entry names; ``None`` if there is none, which is reported as an error.
 
     Its path is relative to the working directory of a script: the present one, or a folder that contains the config.
 
@@ -157,13 +174,10 @@ def find_file(
     for candidate in (path, *(folder / path for folder in folders)):
         if os.path.isfile(candidate):  # false for a name that is too long, unlike Path.is_file
             return ConfigFile.at(candidate)
-    if report and "$" in text:
-        reading.report_unresolved(entry)
-    elif report:
-        message = f"{entry.key} names the file {text}, which does not exist."
-        fix = "Correct the path; it is relative to the working directory, or to a folder that contains the config."
-        nearest = nearest_word(text, list(names)) if "." not in text else ""
-        reading.report("FSDP-E001", entry, message, did_you_mean(nearest, fix))
+    message = f"{entry.key} names the file {text}, which does not exist."
+    fix = "Correct the path; it is relative to the working directory, or to a folder that contains the config."
+    nearest = nearest_word(text, list(names)) if "." not in text else ""
+    reading.report("FSDP-E001", entry, message, did_you_mean(nearest, fix))
     return None
 
 
@@ -176,7 +190,7 @@ HANDLERS: Final = {
 """Handlers of the keys of ``TrainingArguments``. :func:`read_training` reads the config of DeepSpeed last."""
 
 
-DIALECT: Final = ConfigDialect(
+TRAINING_SCRIPT: Final = ConfigDialect(
     name="training_script",
     title="a training script",
     marks=marked_by(TRAINING_FILE_MARKS),
@@ -184,4 +198,89 @@ DIALECT: Final = ConfigDialect(
     read=lambda reading: read_training(reading, reading.leaves()),
     is_general=True,
     own_script=True,
+)
+
+
+def _read_axolotl(reading: DialectReading) -> None:
+    entries = reading.leaves()
+    if "deepspeed" not in reading.found or is_off(reading.found["deepspeed"].value):
+        reading.imply("fsdp.version", "1")  # with DeepSpeed, the version is that of the converted file
+    read_training(reading, entries, config_enables=True)
+
+
+AXOLOTL: Final = ConfigDialect(
+    name="axolotl",
+    title="axolotl",
+    marks=marked_by(PROGRAM_KEYS["axolotl"]),
+    read=_read_axolotl,
+    handlers=HANDLERS,
+    own_script=True,
+)
+
+
+def _read_llama_factory(reading: DialectReading) -> None:
+    entries, given = reading.leaves(), reading.found
+    if "dist_config.name" in given:
+        # The defaults of version 1.
+        reading.imply("fsdp.version", "2")
+        reading.imply("activation.checkpointing", "full")
+        if "bf16" not in given:
+            reading.imply("launch.mixed_precision", "bf16")
+            reading.imply("precision.param", "bf16")
+    read_training(reading, entries)
+    file = given.get("dist_config.config_file")
+    if file is not None and not file.value.is_empty:
+        include_deepspeed(reading, file, given, {})
+
+
+LLAMA_FACTORY: Final = ConfigDialect(
+    name="llama_factory",
+    title="LLaMA-Factory",
+    marks=marked_by(PROGRAM_KEYS["LLaMA-Factory"]),
+    read=_read_llama_factory,
+    own_script=True,
+    handlers={**HANDLERS, "dist_config.config_file": HANDLERS["deepspeed"]},
+)
+
+
+def _marks_of_swift(document: DialectDocument) -> Sequence[ConfigEntry]:
+    keys = {key: entry for key, entry in document.keys().items() if not key.startswith("_")}
+    if set(keys) == {"fsdp", "fsdp_config"}:  # the file of a preset
+        return list(keys.values())
+    return [entry for key, entry in keys.items() if key in PROGRAM_KEYS["ms-swift"]]
+
+
+def _read_swift(reading: DialectReading) -> None:
+    """Read arguments of ms-swift, and its presets: ``fsdp: fsdp2``, ``deepspeed: zero3``."""
+    expanded: list[tuple[str, ConfigEntry]] = []
+    for path, entry in reading.leaves():
+        is_preset = path == "fsdp" and "shard" not in entry.value.text and not entry.value.is_empty
+        expanded += _expand_preset(reading, entry) if is_preset else [(path, entry)]
+    read_training(reading, expanded, presets=load_presets()["deepspeed_of_swift"])
+
+
+def _expand_preset(reading: DialectReading, entry: ConfigEntry) -> Iterator[tuple[str, ConfigEntry]]:
+    """Yield the keys in the preset or the file that ``fsdp`` names."""
+    presets = load_presets()["fsdp_of_swift"]
+    if (config := presets.get(entry.value.text)) is None:
+        if (file := find_file(reading, entry, presets)) is None:
+            return
+        try:
+            config = config_tree(file).plain()
+        except ConfigFileError as error:
+            reading.problems.append(error.problem)
+            return
+    yield "fsdp", replace(entry, value=from_python(config.get("fsdp", "full_shard auto_wrap")))
+    for key, value in {"fsdp_version": 2, **config.get("fsdp_config", {})}.items():
+        inner = ConfigEntry(key=f"{entry.key}.{key}", line=entry.line, value=from_python(value))
+        yield f"fsdp_config.{key}", inner
+
+
+MS_SWIFT: Final = ConfigDialect(
+    name="ms_swift",
+    title="ms-swift",
+    marks=_marks_of_swift,
+    handlers=HANDLERS,
+    own_script=True,
+    read=_read_swift,
 )

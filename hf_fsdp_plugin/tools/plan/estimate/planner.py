@@ -15,7 +15,7 @@ from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.spec.fsdp_spec import Checkpointing, DtypeName, Version
 from hf_fsdp_plugin.spec.load import load_spec
 from hf_fsdp_plugin.strategies import STRATEGIES
-from hf_fsdp_plugin.text import format_count, format_memory
+from hf_fsdp_plugin.text import format_memory
 from hf_fsdp_plugin.tools.plan.estimate.divided import as_loaded
 from hf_fsdp_plugin.tools.plan.estimate.machines import Machine
 from hf_fsdp_plugin.tools.plan.estimate.memory.meta_pass import profile_step
@@ -508,26 +508,3 @@ def _first_fitting(subjects: Iterable[Subject], *, offload: bool) -> Iterator[tu
         if needed <= subject.limit:
             yield subject, format_memory(needed)
             return
-
-
-def decision_tree(advice: Advice, num_params: int) -> str:
-    """Return what guides print, and whether the best row is of it: if not, why.
-
-    Guides give DDP up to 3 B parameters, ZeRO-2 to 13 B, ZeRO-3 to 70 B, then with offload.
-    """
-    billions = num_params / 1.03e9  # models are named by rounded sizes: Llama 70B has 70.6 billion parameters
-    strategy = "no_shard" if billions <= 3 else "shard_grad_op" if billions <= 13 else "full_shard"
-    name, offload = strategy, billions > 70
-    name += " with offload of parameters" if offload else ""
-    rule = f"The usual decision tree by size alone ({format_count(num_params)} parameters) gives {name}"
-    if advice.best is None:
-        return f"{rule}, which does not fit either."
-    if (advice.best.choice.strategy, advice.best.choice.offload_params) == (strategy, offload):
-        return f"{rule}, as the planner does."
-    if offload:
-        return f"{rule}. It fits without offload here, which would copy all parameters over the host link in each pass."
-    row = next(row for row in advice.rows if row.choice.strategy == strategy)
-    if not row.fits:
-        return f"{rule}. It does not fit: it {row.reason}."
-    reason = f"it {'is ' if row.tokens_per_second else ''}{row.reason}"
-    return f"{rule}. It fits with {format_memory(row.memory.needed_bytes)}, but {reason}."

@@ -58,3 +58,10 @@ def test_header_longer_than_the_file_is_refused(tmp_path: Path, length: int) -> 
     path.write_bytes(b"abc")
     with pytest.raises(CheckpointError, match=r"truncated.*FSDP-E453"):
         read_entries(path)
+
+
+def test_pointer_of_git_lfs_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123456\n")
+    with pytest.raises(CheckpointError, match=r"size is 123456.*FSDP-E469"):
+        read_entries(path)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.tools.plan.estimate.memory.step import Engine, Ledger, Stage, Usage, neighbour
 from hf_fsdp_plugin.tools.plan.estimate.unit_sizes import UnitSizes
-from hf_fsdp_plugin.torch_private.fsdp2 import installed_behavior
+from hf_fsdp_plugin.torch_private.fsdp2 import is_since_2_15
 
 
 class Fsdp1Engine(Engine):
@@ -143,7 +143,7 @@ class Fsdp1Engine(Engine):
 class Fsdp2Engine(Engine):
     """FSDP2: ``torch/distributed/fsdp/_fully_shard/`` of torch 2.13 and 2.15.
 
-    What the versions do differently follows :class:`hf_fsdp_plugin.torch_private.fsdp2.Fsdp2Behavior`.
+    What the versions do differently follows :data:`hf_fsdp_plugin.torch_private.fsdp2.SINCE_2_15`.
 
     An all-gather has an output buffer, from which the parameters are copied into tensors of their own.
 
@@ -154,7 +154,7 @@ class Fsdp2Engine(Engine):
 
     def __init__(self, plan: FsdpPlan, sizes: Sequence[UnitSizes], ledger: Ledger) -> None:
         super().__init__(plan, sizes, ledger)
-        self._behavior = installed_behavior()
+        self._accumulates_in_place = is_since_2_15()
         self._in_backward: list[str] = []
         """Units whose backward has begun, the last one last."""
         self._adds_in_place = False
@@ -181,7 +181,7 @@ class Fsdp2Engine(Engine):
     def end_forward(self) -> None:
         # Gradients in the dtype of the reduction stay where autograd adds to them.
         casts = any(unit.flat_grad and unit.reduce_input != unit.flat_grad for unit in self.sizes.values())
-        self._adds_in_place = bool(self.accumulated) and (self._behavior.accumulates_in_place or not casts)
+        self._adds_in_place = bool(self.accumulated) and (self._accumulates_in_place or not casts)
         self.ledger.free("gathered", self._held)
         self._held = 0
 
@@ -193,7 +193,7 @@ class Fsdp2Engine(Engine):
         """
         if self._adds_in_place:
             self.ledger.run(Usage(stage.most_activations), Usage(stage.end.activations))
-        elif self._behavior.accumulates_in_place and not self.syncs and self._in_backward:
+        elif self._accumulates_in_place and not self.syncs and self._in_backward:
             kept = _in_reduce_dtype(self.sizes[self._in_backward[-1]], stage.peak.grads)
             self.ledger.run(Usage(stage.peak.activations, kept), stage.end)
         else:
@@ -288,7 +288,7 @@ class Fsdp2Engine(Engine):
         sizes = self.sizes[name]
         kept = _in_reduce_dtype(sizes, grads)
         if kept != grads:
-            also_kept = sizes.last_grad if self._behavior.accumulates_in_place else grads
+            also_kept = sizes.last_grad if self._accumulates_in_place else grads
             self.ledger.add("grads", kept - grads + also_kept)
             self.ledger.free("grads", also_kept)
         self.accumulated[name] = kept
@@ -316,7 +316,7 @@ class Fsdp2Engine(Engine):
             whole: bytes of the gradients, which have one dtype if they were accumulated.
         """
         sizes, ledger = self.sizes[name], self.ledger
-        keeps_last = sizes.num_shards > 1 and self._behavior.keeps_last_gradient
+        keeps_last = sizes.num_shards > 1 and not self._accumulates_in_place
         last = whole * sizes.last_grad // sizes.whole_grads if keeps_last else 0
         ledger.add("gathered", sizes.reduce_input)
         self._reduce_input = sizes.reduce_input
