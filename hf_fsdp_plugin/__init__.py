@@ -18,7 +18,6 @@ _EXPORTS = {
     "backends.sharding.shard": ("full_parameters",),
     "integrations.accelerate.accelerator": ("accelerator",),
     "integrations.install": ("install", "uninstall"),
-    "tools.profile.callback": ("ProfilerCallback",),
     "integrations.resuming": ("newest_checkpoint",),
     "integrations.reports": ("report",),
     "integrations.save_requests": ("end_requested_save", "save_requested"),
@@ -59,7 +58,6 @@ if TYPE_CHECKING:
     from hf_fsdp_plugin.problems import SpecError as SpecError
     from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec as FsdpSpec
     from hf_fsdp_plugin.spec.load import load_spec as load_spec
-    from hf_fsdp_plugin.tools.profile.callback import ProfilerCallback as ProfilerCallback
 
 
 def __getattr__(name: str) -> Any:

@@ -21,8 +21,8 @@ from hf_fsdp_plugin.problems import AREAS
 from hf_fsdp_plugin.sources.command_line import LAUNCHER_FLAGS, OPTIONAL_VALUE, SWITCHES
 from hf_fsdp_plugin.spec.fsdp_spec import FAMILY_DEFAULTS, VERSION_DEFAULTS, FsdpSpec
 from hf_fsdp_plugin.spec.values import MAX_DIGITS, UNITS
+from hf_fsdp_plugin.tools.convert.conversion import DIALECTS
 from hf_fsdp_plugin.tools.convert.dialects.interface import DialectKey
-from hf_fsdp_plugin.tools.convert.dialects.reader import DIALECTS
 from hf_fsdp_plugin.tools.doctor.contract_probe import private_contracts
 from hf_fsdp_plugin.tools.explain.verb import read_entries
 from hf_fsdp_plugin.vocabulary import FALSE_WORDS, PREFIXES, ROWS, TRAINING_FILE_MARKS, TRUE_WORDS, SettingRow
@@ -89,14 +89,12 @@ VERDICTS: dict[Verdict, str] = {
 GROUPS: dict[Group, str] = {
     "accelerate": "Installed by `install()`, `accelerator()` and `FsdpTrainer`, with those of torch, PEFT, TRL and "
     "sentence-transformers. The functions that save and load run as they are for models that are not sharded.",
-    "transformers": "Installed by `install()`. `FsdpTrainer`, `FsdpTrainerMixin` and `FsdpTrainingArguments` override "
-    "the same methods in a subclass instead.",
+    "transformers": "Installed by `install()`, and by `FsdpTrainer`, `FsdpTrainerMixin` and `FsdpTrainingArguments`.",
     "loading": "Installed by `install()`, and when a spec enables FSDP.",
     "calls": "Installed together with the groups `hangs` and `phases`.",
     "hangs": "Installed in ranks, unless `--hang_timeout 0` or `HF_FSDP_HANG_TIMEOUT=0` is set. They call the "
     "original and record the call (see [hangs.md](hangs.md)).",
-    "phases": "Installed when an observer is attached: in the ranks of `hf-fsdp profile` and of `hf-fsdp check --run`, "
-    "and by `ProfilerCallback`.",
+    "phases": "Installed when an observer is attached: in the ranks of `hf-fsdp profile` and of `hf-fsdp check --run`.",
 }
 
 

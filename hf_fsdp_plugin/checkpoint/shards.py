@@ -30,7 +30,7 @@ from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.text import format_dtype, format_names
 from hf_fsdp_plugin.torch_private import fsdp1
 from hf_fsdp_plugin.torch_private.functions import compute_local_shape_and_global_offset
-from hf_fsdp_plugin.torch_private.modules import local_tensor
+from hf_fsdp_plugin.torch_private.modules import buffers, local_tensor, non_persistent_buffers
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,10 +211,25 @@ def model_shards(model: nn.Module, *, only_trained: bool = False) -> ModelShards
     """
     parameters = parameter_shards(model)
     # The ranks may have different statistics, which must not be mixed: rank 0 is the only replica that writes.
-    buffers = [replace(_replicated_shard(name, buffer), replicas=1) for name, buffer in persistent_buffers(model)]
+    own_buffers = [replace(_replicated_shard(name, buffer), replicas=1) for name, buffer in persistent_buffers(model)]
     if only_trained:
-        return ModelShards(tuple(shard for shard in (*parameters.tensors, *buffers) if not shard.frozen), {})
-    return replace(parameters, tensors=(*parameters.tensors, *buffers))
+        return ModelShards(tuple(shard for shard in (*parameters.tensors, *own_buffers) if not shard.frozen), {})
+    aliases = {**parameters.aliases, **_buffer_aliases(model)}
+    return replace(parameters, tensors=(*parameters.tensors, *own_buffers), aliases=aliases)
+
+
+def _buffer_aliases(model: nn.Module) -> dict[str, str]:
+    """Return other names of persistent buffers -> the first one: those of modules that several modules contain."""
+    names: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(id(module), []).append(canonical_name(name))
+    aliases: dict[str, str] = {}
+    for module in model.modules():
+        first, *others = names[id(module)]
+        for attribute, buffer in buffers(module).items():
+            if buffer is not None and attribute not in non_persistent_buffers(module):
+                aliases |= {f"{other}.{attribute}": f"{first}.{attribute}" for other in others}
+    return aliases
 
 
 def shards_below(shards: ModelShards, prefix: str) -> ModelShards:

@@ -42,7 +42,9 @@ def failure_of(error: BaseException) -> dict[str, Any]:
     """Return the failure as JSON."""
     content: dict[str, Any] = {"time": time.time(), "type": type(error).__name__, "frames": [], "traceback": ""}
     if isinstance(error, SystemExit):
-        return content | {"kind": "exit", "message": "" if isinstance(error.code, int) else str(error.code)}
+        has_number = isinstance(error.code, int)
+        more = {"message": "" if has_number else str(error.code), "code": error.code if has_number else 1}
+        return content | {"kind": "exit", **more}
     details = traceback.TracebackException.from_exception(error, limit=-_MAX_FRAMES)
     content["frames"] = [
         {"file": f.filename, "line": f.lineno, "name": f.name, "code": f.line or ""}

@@ -12,7 +12,7 @@ from typing import Final
 from hf_fsdp_plugin.backends.sharding.forwards import checkpoints_itself
 from hf_fsdp_plugin.contracts import ContractError
 from hf_fsdp_plugin.devices import accelerator_type
-from hf_fsdp_plugin.observe import fp8, unit_readers
+from hf_fsdp_plugin.observe import unit_readers
 from hf_fsdp_plugin.observe.observed_run import (
     JsonObject,
     ObservedRun,
@@ -133,7 +133,9 @@ def read_num_machines(run: ObservedRun) -> ObservedValue:
 
 def read_mixed_precision(run: ObservedRun) -> ObservedValue:
     if run.plan.spec.uses_fp8:
-        return replace(fp8.read_backend(run), value="fp8" if any(unit.fp8_modules for unit in run.units) else "no")
+        return replace(
+            unit_readers.read_fp8_backend(run), value="fp8" if any(unit.fp8_modules for unit in run.units) else "no"
+        )
     asked, param = str(run.plan.spec.launch.mixed_precision).lower(), run.plan.spec.precision.param
     if (asked in ("bf16", "fp16") or param in ("bf16", "fp16")) and param != asked:
         return unobserved_value(f"overridden by precision.param={param}")
@@ -235,9 +237,9 @@ READERS: Final[Mapping[str, ValueReader]] = {
     "activation.offload": read_activation_offload,
     "loading.ram_efficient": read_ram_efficient,
     "loading.sync_module_states": lambda run: read_loading(run, planned=run.plan.sync_module_states),
-    "fp8.backend": fp8.read_backend,
-    "fp8.all_gather": fp8.read_all_gather,
-    "fp8.pad_inner_dim": fp8.read_padding,
+    "fp8.backend": unit_readers.read_fp8_backend,
+    "fp8.all_gather": unit_readers.read_fp8_all_gather,
+    "fp8.pad_inner_dim": unit_readers.read_fp8_padding,
     "fp8.te_options": lambda run: unobserved_value("the layers of Transformer Engine do not store its recipe"),
     "launch.num_processes": lambda run: ObservedValue(run.world_size),
     "launch.num_machines": read_num_machines,

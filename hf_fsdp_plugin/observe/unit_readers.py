@@ -8,6 +8,8 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+from torch import nn
+
 import hf_fsdp_plugin.text as text
 from hf_fsdp_plugin.axes import MODEL_AXES
 from hf_fsdp_plugin.observe.observed_run import (
@@ -17,7 +19,8 @@ from hf_fsdp_plugin.observe.observed_run import (
     differing_value,
     unobserved_value,
 )
-from hf_fsdp_plugin.observe.units import UnitObservation, dtype_name
+from hf_fsdp_plugin.observe.units import UnitObservation, dtype_name, fp8_library
+from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.state import find_part
 from hf_fsdp_plugin.strategies import STRATEGIES, strategy_of
 from hf_fsdp_plugin.text import format_dtype, format_names
@@ -272,3 +275,47 @@ def stored_cast(run: ObservedRun) -> str:
     if not stored or run.plan.pre_sharded:
         return ""
     return f"the weights have been cast to {', '.join(stored)} after they were sharded"
+
+
+_NO_FP8 = "mixed_precision is not fp8"
+
+
+def read_fp8_backend(run: ObservedRun) -> ObservedValue:
+    """Read the library of the layers in fp8, and which linear layers are not among them."""
+    layers = _fp8_layers(run)
+    linear = [canonical_name(name) for name, module in run.model.named_modules() if isinstance(module, nn.Linear)]
+    others = [name for name in linear if name not in layers]
+    if not layers:
+        return (
+            differing_value("none", "no layer computes in fp8") if run.plan.spec.uses_fp8 else unobserved_value(_NO_FP8)
+        )
+    value = common_value(map(fp8_library, layers.values()))
+    emulated = any(getattr(config, "emulate", False) for config in _fp8_configs(run))
+    reason = f"{text.plural(len(layers), 'layer computes', 'layers compute')} in fp8{', emulated' if emulated else ''}"
+    reason += f"; other linear layers: {format_names(others, 3)}" if others else ""
+    return ObservedValue(value, reason, matches=value == run.plan.get("fp8.backend"))
+
+
+def read_fp8_all_gather(run: ObservedRun) -> ObservedValue:
+    """Read whether the shards of all layers in fp8 cast themselves in the all-gather."""
+    if not (sharded := {name for unit in run.units for name in unit.fp8_modules}):
+        return unobserved_value("no layer in fp8 is sharded" if run.plan.spec.uses_fp8 else _NO_FP8)
+    found = sum(key == "weight" for unit in run.units for _, key in unit.live.casting)
+    if 0 < found < len(sharded):
+        return differing_value(f"in {found} of {len(sharded)} layers")
+    return ObservedValue(found > 0)
+
+
+def read_fp8_padding(run: ObservedRun) -> ObservedValue:
+    if not (configs := _fp8_configs(run)):
+        return unobserved_value("no layer of torchao computes in fp8")
+    return ObservedValue(common_value(config.pad_inner_dim for config in configs))
+
+
+def _fp8_layers(run: ObservedRun) -> dict[str, nn.Module]:
+    named = ((canonical_name(name), module) for name, module in run.model.named_modules())
+    return {name: module for name, module in named if fp8_library(module)}
+
+
+def _fp8_configs(run: ObservedRun) -> list[Any]:
+    return [module.config for module in _fp8_layers(run).values() if hasattr(module, "config")]

@@ -8,10 +8,9 @@ weights) become units of their own.
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil, prod
 from typing import Final
 
@@ -199,25 +198,6 @@ SIGNIFICANT: Final = 0.1
 """Share of padding from which FSDP-W837 is reported: in all units together, or in the largest one."""
 _LEAST_ELEMENTS: Final = 1 << 12
 """Elements of padding from which it is reported: in models that are smaller, it does not matter."""
-_NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Padding:
-    """Elements of a model's parameters without and with padding, for one number of shards.
-
-    Attributes:
-        real, padded: elements of all units. Stored shards, gathered parameters and reduced gradients have this ratio.
-        share: part of padding in all units together, or in the largest one if it is more there: the memory for
-            gathered units depends on it.
-        names: parameters of which at least the part `SIGNIFICANT` is padding, the most padding first.
-    """
-
-    real: int
-    padded: int
-    share: float
-    names: tuple[str, ...]
-
 
 Shapes = Sequence[Mapping[str, Sequence[int]]]
 """Name -> shape of the parameters of each unit."""
@@ -237,24 +217,20 @@ def unit_shapes(plan: FsdpPlan, model: nn.Module) -> Shapes:
     return [{name: shapes[name] for name in unit.parameters} for unit in plan.units]
 
 
-def padding_of(units: Shapes, shards: int) -> Padding:
-    """Return the padding of units under FSDP2 over a number of shards.
+def padding_of(units: Shapes, shards: int) -> tuple[float, dict[str, int]]:
+    """Return the padding of units under FSDP2 over a number of shards: its part, and elements of each parameter.
 
     FSDP2 splits each parameter on its first dimension, and pads the parts to the size of the first one
     (``FSDPParam._init_sharded_param`` of torch 2.13): a parameter of 8 rows over 64 ranks becomes one of 64 rows. Each
     rank stores its padded part, the buffers of all-gathers and reduce-scatters have the padded size, and only ranks
-    with rows have optimizer state.
+    with rows have optimizer state. The part is that of all units together, or of the largest one if it is more there:
+    the memory for gathered units depends on it.
     """
-    real, padded = [0] * len(units), [0] * len(units)
-    lost: Counter[str] = Counter()
-    for at, unit in enumerate(units):
-        for name, shape in unit.items():
-            numel, whole = prod(shape), prod(padded_shape(shape, shards))
-            real[at], padded[at] = real[at] + numel, padded[at] + whole
-            if whole - numel >= SIGNIFICANT * whole > 0:
-                lost[name] = whole - numel
+    real = [sum(map(prod, unit.values())) for unit in units]
+    padded = [sum(prod(padded_shape(shape, shards)) for shape in unit.values()) for unit in units]
     share = max(1 - sum(real) / max(1, sum(padded)), 1 - max(real) / max(1, max(padded)))
-    return Padding(real=sum(real), padded=sum(padded), share=share, names=tuple(name for name, _ in lost.most_common()))
+    lost = {name: prod(padded_shape(s, shards)) - prod(s) for unit in units for name, s in unit.items()}
+    return share, lost
 
 
 def with_padding_warning(plan: FsdpPlan, model: nn.Module) -> FsdpPlan:
@@ -267,20 +243,15 @@ def with_padding_warning(plan: FsdpPlan, model: nn.Module) -> FsdpPlan:
     if plan.backend != "fsdp2" or plan.pre_sharded or plan.mesh.has_divided_layers or shards == 1 or not plan.units:
         return plan
     units = unit_shapes(plan, model)
-    found = padding_of(units, shards)
-    if found.share < SIGNIFICANT or not found.names or found.padded - found.real < _LEAST_ELEMENTS:
+    share, lost = padding_of(units, shards)
+    if share < SIGNIFICANT or sum(lost.values()) < _LEAST_ELEMENTS:
         return plan
-    first = found.names[0]
+    first = max(lost, key=lambda name: lost[name])
     rows = next(unit[first][0] for unit in units if first in unit)
-    part = ceil(rows / shards)
-    num_empty = shards - ceil(rows / part)
-    empty = f"; {num_empty:,} of the shards are empty" if num_empty else ""
-    count = plural(len(found.names), "parameter has", "parameters have")
-    layers = dict.fromkeys(_NUMBER.sub("*", name) for name in found.names)
     message = (
-        f"{found.share:.0%} of what FSDP2 stores and communicates is padding: it splits each parameter on its "
-        f"first dimension into {shards:,} parts of equal size. {first} has {plural(rows, 'row')} and is padded to "
-        f"{part * shards:,}{empty}. {count} at least {SIGNIFICANT:.0%} padding: {format_names(layers)}."
+        f"{share:.0%} of what FSDP2 stores and communicates is padding: it splits each parameter on its first "
+        f"dimension into {shards:,} parts of equal size. For example, {first} has {plural(rows, 'row')} and is padded "
+        f"to {ceil(rows / shards) * shards:,}."
     )
     problem = plan.spec.problem("FSDP-W837", "mesh.shard", message, _padding_remedy(plan, units))
     return replace(plan, problems=(*plan.problems, problem))
@@ -290,7 +261,7 @@ def _padding_remedy(plan: FsdpPlan, units: Shapes) -> str:
     """Return the remedy: to set the largest shard group without much padding, or FSDP1, which pads whole units only."""
     flat = "set fsdp_version: 1, which shards all parameters of a unit as one flat tensor."
     for size in range(plan.mesh.num_shards - 1, 1, -1):
-        if plan.world_size % size == 0 and (left := padding_of(units, size).share) < SIGNIFICANT:
+        if plan.world_size % size == 0 and (left := padding_of(units, size)[0]) < SIGNIFICANT:
             return (
                 f"Set mesh.shard (parallelism_config_dp_shard_size) to {size}: with {plan.world_size // size} replicas "
                 f"of {size} shards, {left:.0%} is padding, and each rank stores 1/{size} of the model. Or {flat}"

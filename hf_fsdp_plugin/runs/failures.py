@@ -178,7 +178,11 @@ def summarize_exit(rank: RankExit) -> str:
     if rank.kind == "spec":
         return spec_failure(failure)
     message = f": {failure['message']}" if failure["message"] else ""
-    return f"killed by {signal_name(-rank.code)}" if rank.code < 0 else f"exit code {rank.code}{message}"
+    return (
+        f"killed by {signal_name(-rank.code)}"
+        if rank.code < 0
+        else f"exit code {rank.code or failure.get('code', 0)}{message}"
+    )
 
 
 def spec_failure(failure: Mapping[str, Any]) -> str:

@@ -125,7 +125,7 @@ def _parse_fsdp_config(config: FsdpConfig | ConfigFile, source: str) -> tuple[No
 def _add_config(out: Collector, root: Node, *, is_whole: bool, scopes: tuple[Scope, ...]) -> None:
     """Add a whole file of Accelerate, or only a section, whose keys are in `scopes`."""
     if is_whole:
-        out.add_mapping(root.value, ("launch", "training"), misplaced=("fsdp", "parallelism"))
+        out.add_mapping(root.value, ("launch", "training"))
     else:
         out.add_mapping(root.value, scopes)
 

@@ -218,20 +218,15 @@ class Collector(SourceSettings):
         self.settings += (replace(setting, inactive=True) for setting in given)
         self.inactive_problems += other.problems
 
-    def add_mapping(
-        self, entries: Iterable[ConfigEntry], scopes: Sequence[Scope], *, misplaced: Sequence[Scope] = ()
-    ) -> None:
-        """Add all keys of a mapping. A key that is valid only in a `misplaced` scope is added with a warning."""
+    def add_mapping(self, entries: Iterable[ConfigEntry], scopes: Sequence[Scope]) -> None:
+        """Add all keys of a mapping."""
         for entry in entries:
             # dynamo_backend was a top-level key before dynamo_config existed.
             older: tuple[Scope, ...] = ("dynamo",) if entry.key.lower().startswith("dynamo_") else ()
             if row := find_row(entry.key, (*scopes, *older)):
                 self.add_entry(row, entry)
-            elif row := find_row(entry.key, misplaced):
-                self._warn_misplaced(row, entry)
-                self.add_entry(row, entry)
             else:
-                self.report_unknown(entry, (*scopes, *misplaced))
+                self.report_unknown(entry, scopes)
 
     def add_entry(self, row: SettingRow, entry: ConfigEntry) -> None:
         """Add one key. Null means that it is not set. Any other value without content (``""``, ``[]``) is an error."""
@@ -377,11 +372,6 @@ class Collector(SourceSettings):
             implied = {"no": "auto", "fp8": "bf16"}.get(found, found)  # as in Accelerate
             self.add("precision.param", entry, value=implied, implied=True)
 
-    def _warn_misplaced(self, row: SettingRow, entry: ConfigEntry) -> None:
-        section = "parallelism_config" if row.scope == "parallelism" else "fsdp_config"
-        message = f"'{entry.key}' is at the top level, where stock accelerate launch rejects it."
-        self.report("FSDP-W021", entry, message, f"Move it under {section}:.", setting=row.name)
-
     def report_unknown(self, entry: ConfigEntry, scopes: Sequence[Scope]) -> None:
         """Report a key that none of these scopes has."""
         for scope in scopes:
@@ -391,6 +381,11 @@ class Collector(SourceSettings):
         if entry.key.startswith("_"):
             message = f"'{one_line(entry.key)}' begins with an underscore and is ignored as a comment."
             self.report("FSDP-N027", entry, message)
+            return
+        if "launch" in scopes and (row := find_row(entry.key, FSDP_SCOPES)):
+            section = "parallelism_config" if row.scope == "parallelism" else "fsdp_config"
+            message = f"'{entry.key}' is at the top level, where stock accelerate launch rejects it."
+            self.report("FSDP-E020", entry, message, f"Move it under {section}:.")
             return
         nearest = vocabulary.similar_key(entry.key, scopes)
         fix = vocabulary.did_you_mean(nearest, "Remove it, or see hf-fsdp schema for the list of keys.")

@@ -19,8 +19,9 @@ from hf_fsdp_plugin.vocabulary import BLANKS
 MAX_TEXT = 80
 MAX_NODES = 20_000
 MAX_DEPTH = 20
+MAX_BITS = 2048
 MAX_BYTES = 1 << 20
-"""Limits: characters of a value in messages, nodes of a file, levels of nesting, and bytes of a file."""
+"""Limits: characters of a value in messages, nodes of a file, levels of nesting, bits of an integer, and bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,6 +129,8 @@ def _list_node(items: Sequence[Node], line: int | None = None) -> Node:
 def _scalar(value: Any) -> Any:
     if isinstance(value, Enum):  # the values of torch's enums are numbers
         return str(value.value) if isinstance(value.value, str) else value.name
+    if isinstance(value, int) and value.bit_length() > MAX_BITS:
+        return ObjectText(f"an integer of {value.bit_length():,} bits")  # Python may refuse to convert it to text
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, type):

@@ -157,6 +157,7 @@ def with_script_settings(
     *,
     distributed_config: Any = None,
     plugin_fields: Mapping[str, Any] | None = None,
+    parallelism_config: Any = None,
     values: Mapping[str, Any] = MappingProxyType({}),
     origin: Origin = DEFAULT_ORIGIN,
 ) -> FsdpSpec:
@@ -165,6 +166,7 @@ def with_script_settings(
     Args:
         distributed_config: as for :func:`load_spec`. A second call with the same config changes nothing.
         plugin_fields: fields of Accelerate's plugin that the script has assigned.
+        parallelism_config: as for :func:`load_spec`.
         values: canonical name -> value, as arguments of an ``Accelerator`` set them.
         origin: the origin of `values`.
 
@@ -174,7 +176,12 @@ def with_script_settings(
     """
     if getattr(distributed_config, MADE_FROM_SPEC, False):
         distributed_config = None
-    sources = Sources(distributed_config=config_of(distributed_config), plugin_object=plugin_fields, environ={})
+    sources = Sources(
+        distributed_config=config_of(distributed_config),
+        plugin_object=plugin_fields,
+        parallelism_config=parallelism_config,
+        environ={},
+    )
     read = read_settings(sources)
     level = script_objects.ARGUMENTS
     settings = [Setting(name=name, value=value, origin=origin, level=level) for name, value in values.items()]

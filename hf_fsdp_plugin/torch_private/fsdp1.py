@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -60,36 +59,6 @@ class Member:
     start: int
     stop: int
     offset: int
-
-
-FlattenedInto = Callable[[torch.Tensor, list[torch.Tensor], slice], None]
-"""Fills a flat parameter. Arguments: the flat parameter, the tensors in it, and the range of this rank's elements."""
-
-
-@contextmanager
-def flatten_into(into: FlattenedInto, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """Give the units that are created in the block flat parameters of this dtype and device, which ``into`` fills.
-
-    torch concatenates the whole parameters, copies this rank's shard of the result, and reads no other elements.
-    """
-    handle_class: Any = _FlatParamHandle
-    original = handle_class.flatten_tensors
-
-    def flatten_tensors(handle: Any, tensors: list[torch.Tensor], aligned_numel: int) -> torch.Tensor:
-        assert aligned_numel == 0, "the padding is among the tensors when a unit is created"
-        num_elements = sum(tensor.numel() for tensor in tensors)
-        flat = torch.empty(num_elements, dtype=dtype, device=device)
-        world_size = handle.world_size if handle.uses_sharded_strategy else 1
-        length = -(-num_elements // world_size)
-        start = min((handle.rank if world_size > 1 else 0) * length, num_elements)
-        into(flat, tensors, slice(start, min(start + length, num_elements)))
-        return flat
-
-    handle_class.flatten_tensors = flatten_tensors
-    try:
-        yield
-    finally:
-        handle_class.flatten_tensors = original
 
 
 def strategy_of_unit(unit: Any) -> Strategy:

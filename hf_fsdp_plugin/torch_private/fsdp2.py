@@ -167,6 +167,11 @@ def is_idle(root: FSDPModule) -> bool:
     return state._training_state is _common.TrainingState.IDLE and state._state_ctx.iter_forward_root is None
 
 
+def is_outside_of_call(module: FSDPModule) -> bool:
+    """Whether the hooks of a unit have not run: it is neither in a forward nor computed again in a backward."""
+    return bool(state_of(module)._training_state is _common.TrainingState.IDLE)
+
+
 def before_forward(root: FSDPModule, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
     """Run the hook that runs before the root's forward. Return the inputs to pass on. Collective."""
     inputs: Inputs = state_of(root)._pre_forward(module, args, kwargs)
@@ -526,5 +531,6 @@ guard_functions(
         "is_idle": False,
         "watch_gradients": [],
         "backward_has_failed": False,
+        "is_outside_of_call": False,
     },
 )

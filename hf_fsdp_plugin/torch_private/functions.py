@@ -36,6 +36,8 @@ _ATTENTION = (
     "_scaled_dot_product_cudnn_attention",
 )
 CONTRACTS = contracts_in(__file__)
+CALLS_FORWARD = "_hf_fsdp_calls_forward"
+"""Attribute of a function that replaces the ``forward`` of a module and calls it."""
 _NO_HOOKS: Mapping[int, Any] = {}
 
 if not TYPE_CHECKING:
@@ -109,7 +111,9 @@ def runs_in_backward(node: torch.autograd.graph.Node) -> bool:
 def uses_torch_checkpoint(wrapper: CheckpointWrapper) -> bool:
     """Return whether the wrapper still calls torch's ``checkpoint``."""
     function = getattr(wrapper.checkpoint_fn, "func", None)
-    return function is torch.utils.checkpoint.checkpoint and "forward" not in vars(wrapper)
+    forward = vars(wrapper).get("forward")
+    calls_own = forward is None or hasattr(forward, CALLS_FORWARD)
+    return function is torch.utils.checkpoint.checkpoint and calls_own
 
 
 def checkpoint_keywords(wrapper: CheckpointWrapper) -> dict[str, Any]:

@@ -349,7 +349,6 @@ def refused(folder: str, sizes: Sizes, *, build: bool = False, **arguments: Any)
     ("name", "sizes", "arguments", "codes"),
     [
         ("llama", {"tp": 2}, {"build": True}, ["FSDP-E209"]),
-        ("llama", {"ep": 2}, {}, ["FSDP-E207"]),
         ("llama", {"cp": 2}, {"attn_implementation": "eager"}, ["FSDP-E206"]),
     ],
     ids=str,

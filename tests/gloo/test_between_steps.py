@@ -90,7 +90,7 @@ class Block(nn.Module):
 
 
 class Caller(nn.Module):
-    """May call a module inside a block, as DiT of diffusers does."""
+    """Calls ``forward`` of its blocks, as SqueezeBERT does, or a module inside a block, as DiT of diffusers does."""
 
     def __init__(self, error: str = "") -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Caller(nn.Module):
         if self.error == "inside a unit":
             x = self.blocks[0].inner(x)
         for block in self.blocks:
-            x = block(x)
+            x = block.forward(x)
         if self.error == "shape":  # 8 and 16 are sizes of shards under FSDP1
             x = x + torch.zeros(1, 8)
         if self.error == "shape in a layer":
@@ -391,6 +391,38 @@ def test_generate_with_offloaded_shards(two_accelerator_ranks: Ranks, version: i
 def blocks_as_units(config: dict[str, Any]) -> dict[str, Any]:
     fsdp = {**config["fsdp_config"], "fsdp_transformer_layer_cls_to_wrap": "Block"}
     return {**config, "fsdp_config": fsdp}
+
+
+def _steps(model: Any, backward: Callable[[torch.Tensor], Any], optimizer: Any = None) -> list[float]:
+    optimizer = optimizer or adamw(model)
+    losses = []
+    for step in range(3):
+        loss = model(torch.randn(4, 16, generator=torch.Generator().manual_seed(step))).square().mean()
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def train_with_direct_calls(config: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """Return the losses of a model that calls ``block.forward``, and those of one process. Hooks run once."""
+    accelerator = fresh_accelerator(blocks_as_units(config))
+    model: Any = Caller()
+    found, calls = [], [0]
+    losses = [_steps(Caller(), lambda loss: loss.backward())]
+    model.blocks[0].register_forward_pre_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    losses.insert(0, _steps(model, accelerator.backward, optimizer))
+    found.append(calls[0])
+    assert found == [3]
+    return losses[0], losses[1]
+
+
+@VERSIONS
+def test_direct_calls_of_forward_train_as_in_one_process(two_ranks: Ranks, version: int) -> None:
+    for found, expected in two_ranks.run(train_with_direct_calls, config_of(version)):
+        assert found == pytest.approx(expected, rel=1e-6)
 
 
 def codes_of_error(config: dict[str, Any], error: str) -> list[str]:

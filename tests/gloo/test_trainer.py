@@ -384,9 +384,10 @@ def count_parameters(output_dir: str, **arguments: Any) -> dict[str, Any]:
     changes().install("transformers")  # the Trainer calls the function for its log
     try:
         logged = module.get_model_param_count(trainer.model, trainable_only=True)
+        counted = trainer.get_num_trainable_parameters()
     finally:
         hfp.uninstall()
-    return {"counts": [trainer.get_num_trainable_parameters(), logged], "expected": expected}
+    return {"counts": [counted, logged], "expected": expected}
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -460,3 +461,37 @@ def test_value_that_is_set_on_purpose_is_applied(
     found = two_ranks.run(report_on_purpose, str(tmp_path), how, **settings(version, state_dict_type=kind))[0]
     assert [row for row in found["settings"].values() if row["status"] == "differs"] == [] and found["errors"] == []
     assert found["settings"][setting]["status"] == "applied" and reason in found["settings"][setting]["reason"]
+
+
+def train_with_groups_by_dimensions(output_dir: str, evaluates: bool, **arguments: Any) -> list[list[int]]:
+    """Train one step with groups of matrices and vectors. Returns the numbers of dimensions of their members."""
+    groups: list[list[int]] = []
+
+    class GroupingTrainer(hfp.FsdpTrainer):
+        def create_optimizer(self, model: Any = None) -> Any:
+            parameters = [p for p in self.model.parameters() if p.requires_grad]
+            matrices = [p for p in parameters if p.ndim >= 2]
+            vectors = [p for p in parameters if p.dim() < 2]
+            groups.extend(sorted({p.ndim for p in group}) for group in (matrices, vectors))
+            groups.append([len(matrices), len(vectors)])
+            self.optimizer = torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}])
+            return self.optimizer
+
+    trainer = make_trainer(output_dir, max_steps=1, trainer_class=GroupingTrainer, **arguments)
+    if evaluates:
+        trainer.evaluate()
+    trainer.train()
+    groups.append([len(group["params"]) for group in trainer.optimizer.param_groups])
+    return groups
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("version", [1, 2])
+def test_optimizer_is_created_with_original_shapes(
+    two_ranks: Ranks, tmp_path: Path, version: int, evaluates: bool
+) -> None:
+    run = two_ranks.run(train_with_groups_by_dimensions, str(tmp_path), evaluates, **settings(version))[0]
+    matrices, vectors, created, trained = run
+    assert (matrices, vectors) == ([2], [1])
+    assert created == trained
+    assert min(created) > 0

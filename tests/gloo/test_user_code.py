@@ -399,7 +399,8 @@ def run_examples(config: dict[str, Any], blocks: list[str], folder: str) -> dict
     rank, world_size = accelerator.process_index, accelerator.num_processes
     batches = [my_part(global_batch(number), rank, world_size) for number in range(2)]
     names: dict[str, Any] = {
-        "hfp": hfp, "accelerator": accelerator, "model": model, "optimizer": optimizer, "batches": batches,
+        "hfp": hfp, "torch": torch, "accelerator": accelerator, "model": model, "optimizer": optimizer,
+        "batches": batches,
     }  # fmt: skip
     with contextlib.chdir(folder):
         for block in blocks:

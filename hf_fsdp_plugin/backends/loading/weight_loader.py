@@ -1,7 +1,7 @@
 """Prepare parameters and buffers for sharding: allocate, broadcast from rank 0, cast.
 
 Parameters that all ranks have mapped from equal files (:mod:`hf_fsdp_plugin.backends.loading.equal_weights`) are not
-broadcast: each rank reads its own part of them only.
+broadcast: each rank reads them itself.
 
 This implements ``sync_module_states`` and, after rank 0 has loaded the model, the broadcast of
 ``cpu_ram_efficient_loading``. One unit is broadcast at a time, so a rank holds at most one whole unit on its device.
@@ -11,7 +11,7 @@ device type.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -109,22 +109,13 @@ class WeightLoader:
                     registered[name] = self._broadcast(buffer)
         _prepare_quantized(self._plan, self._model, self._device)
 
-    def prepare_unit(self, unit: UnitPlan, on_read: Collection[int] = ()) -> list[nn.Parameter]:
-        """Allocate, broadcast and cast the parameters of one unit before it is sharded.
-
-        Args:
-            on_read: ids of the parameters from which each rank reads only its shard. They are left unchanged.
-
-        Returns:
-            The parameters that were left.
-        """
-        parameters = self._prepare_parameters(unit.parameters, on_read)
-        # The optimizer updates the shards: in bf16, small updates would be lost.
-        for parameter in (each for each in parameters if id(each) not in on_read):
+    def prepare_unit(self, unit: UnitPlan) -> None:
+        """Allocate, broadcast and cast the parameters of one unit before it is sharded."""
+        for parameter in self._prepare_parameters(unit.parameters):
+            # The optimizer updates the shards: in bf16, small updates would be lost.
             dtype = self._plan.precision.stored_dtype(parameter)
             if parameter.dtype != dtype:
                 parameter.data = parameter.data.to(dtype)
-        return [parameter for parameter in parameters if id(parameter) in on_read]
 
     def prepare_ignored(self) -> list[nn.Parameter]:
         """Move the ignored parameters to the device, which FSDP does not do, and average their gradients in hooks.
@@ -142,19 +133,7 @@ class WeightLoader:
                 parameter.register_post_accumulate_grad_hook(average_gradient)
         return parameters
 
-    def can_read_parts(self, parameter: nn.Parameter) -> bool:
-        """Whether each rank can take its own part from the whole parameter in host memory, which is not broadcast."""
-        is_own = not broadcasts_weights(self._plan) or id(parameter) in self._mapped
-        return is_own and equal_weights.is_plain_on_cpu(parameter) and parameter.is_contiguous()
-
-    def copy_part(self, into: torch.Tensor, part: torch.Tensor) -> None:
-        """Copy this rank's part of a parameter, and cast it."""
-        if into.device.type != "cpu" and part.device.type == "cpu":
-            self._windows.copy(into, part)
-        else:
-            into.copy_(part)
-
-    def _prepare_parameters(self, names: Iterable[str], on_read: Collection[int] = ()) -> list[nn.Parameter]:
+    def _prepare_parameters(self, names: Iterable[str]) -> list[nn.Parameter]:
         """Allocate and broadcast the named parameters as planned. Returns each once, in the same order on all ranks."""
         names = list(names)
         if self._plan.ram_efficient and self._has_meta_parameters:
@@ -166,8 +145,7 @@ class WeightLoader:
                 continue
             self._mapped.remove(id(parameter))
             self.record.num_from_files += 1
-            if id(parameter) not in on_read:
-                parameter.data = self._on_device(parameter.data)
+            parameter.data = self._on_device(parameter.data)
         return parameters
 
     def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:

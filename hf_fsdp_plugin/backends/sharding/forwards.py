@@ -278,32 +278,17 @@ def support_mapping_outputs(model: nn.Module) -> None:
 
 
 def watch_mappings(unit: Any, output: Any) -> None:
-    """Register the unit's hooks for backward on the tensors of its output that FSDP has not found."""
-    if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-        tensors = [tensor for tensor in _unseen_tensors(output) if tensor.requires_grad]
-        if tensors:
-            private_api(unit).start_backward_at(unit, tensors)
+    """Register the unit's hooks for backward on the tensors of an output in which FSDP does not look for them."""
+    if torch.compiler.is_compiling() or isinstance(output, dict) or not isinstance(output, Mapping):
+        return
+    tensors = [tensor for tensor in float_outputs(output) if tensor.requires_grad]
+    if tensors and torch.is_grad_enabled():
+        private_api(unit).start_backward_at(unit, tensors)
 
 
 def private_api(unit: nn.Module) -> Any:
     """Return the file of ``torch_private`` for the FSDP version of a unit."""
     return fsdp1 if isinstance(unit, FullyShardedDataParallel) else fsdp2
-
-
-def _unseen_tensors(output: Any, unseen: bool = False) -> Iterator[torch.Tensor]:
-    values: Iterable[Any] = ()
-    if isinstance(output, torch.Tensor):
-        if unseen:
-            yield output
-    elif isinstance(output, Mapping):
-        unseen = unseen or not isinstance(output, dict)
-        values = output.values()
-    elif isinstance(output, (list, tuple)):
-        values = output
-    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
-        values = [getattr(output, field.name) for field in dataclasses.fields(output)]
-    for value in values:
-        yield from _unseen_tensors(value, unseen)
 
 
 def refuse_double_backward(model: nn.Module) -> None:

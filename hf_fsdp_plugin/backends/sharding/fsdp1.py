@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +15,7 @@ from hf_fsdp_plugin.backends.torch_types import cast_floats, device_mesh
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, UnitPlan, torch_dtype
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.strategies import STRATEGIES
-from hf_fsdp_plugin.torch_private.fsdp1 import allow_gradients_of_compute_dtype, flatten_into, reduce_after_any_forward
+from hf_fsdp_plugin.torch_private.fsdp1 import allow_gradients_of_compute_dtype, reduce_after_any_forward
 from hf_fsdp_plugin.torch_private.modules import replace_module
 
 _ONE_DTYPE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -35,15 +32,9 @@ def apply_fsdp1(plan: FsdpPlan, model: nn.Module, device: torch.device, loader: 
     ignored = loader.prepare_ignored()
     kwargs = _constructor_arguments(plan, device)
     compute_dtype = torch_dtype(plan.precision.param)
-    root_on_read: list[nn.Parameter] = []
     for unit in plan.units:
-        parameters = [model.get_parameter(name) for name in unit.parameters]
-        # A unit can be filled by parts if all of its parameters are whole in host memory, with one dtype.
-        has_one_dtype = len({plan.precision.stored_dtype(parameter) for parameter in parameters}) == 1
-        can_read = has_one_dtype and all(map(loader.can_read_parts, parameters))
-        on_read = loader.prepare_unit(unit, set(map(id, parameters)) if can_read else ())
+        loader.prepare_unit(unit)
         if unit.modules == ("",):
-            root_on_read = on_read
             continue
         # The other units receive activations, which have the compute dtype already.
         input_dtype = compute_dtype if _may_receive_other_dtypes(plan, unit, model) else None
@@ -51,12 +42,10 @@ def apply_fsdp1(plan: FsdpPlan, model: nn.Module, device: torch.device, loader: 
             module = model.get_submodule(name)
             inside = {id(parameter) for parameter in module.parameters()}
             ignored_inside = [parameter for parameter in ignored if id(parameter) in inside]
-            with _flattening_on_read(plan, loader, on_read, kwargs) as own_kwargs:
-                wrapped = FSDP(module, ignored_states=ignored_inside, **own_kwargs)
+            wrapped = FSDP(module, ignored_states=ignored_inside, **kwargs)
             cast_inputs_of(wrapped, input_dtype)
             replace_module(model, module, wrapped)
-    with _flattening_on_read(plan, loader, root_on_read, kwargs) as own_kwargs:
-        root = FSDP(model, ignored_states=ignored, **own_kwargs)
+    root = FSDP(model, ignored_states=ignored, **kwargs)
     cast_inputs_of(root, compute_dtype)
     output_dtype = torch_dtype(plan.precision.output)
     if output_dtype is not None:  # FSDP1 has no argument like FSDP2's ``output_dtype``
@@ -64,48 +53,6 @@ def apply_fsdp1(plan: FsdpPlan, model: nn.Module, device: torch.device, loader: 
     allow_gradients_of_compute_dtype(root)
     reduce_after_any_forward(root)
     return root
-
-
-@contextmanager
-def _flattening_on_read(
-    plan: FsdpPlan, loader: WeightLoader, parameters: Sequence[nn.Parameter], kwargs: dict[str, Any]
-) -> Iterator[dict[str, Any]]:
-    """Fill the flat parameters of units that are created in the block from whole ``parameters``, if there are any.
-
-    torch concatenates the parameters of a unit to a flat parameter, and keeps this rank's part of it. Here the flat
-    parameter is filled only where this part is, so each rank reads no other. For a moment, the flat parameter has the
-    memory of the whole unit; on the CPU the system provides only the pages that are written to.
-
-    Args:
-        kwargs: arguments of ``FullyShardedDataParallel``.
-
-    Yields:
-        The arguments to use instead.
-    """
-    if not parameters:
-        yield kwargs
-        return
-
-    @torch.no_grad()
-    def fill(flat: torch.Tensor, tensors: list[torch.Tensor], own: slice) -> None:
-        offset = 0
-        for tensor in tensors:
-            start, stop = max(own.start, offset), min(own.stop, offset + tensor.numel())
-            if start < stop:
-                part = tensor.detach().reshape(-1)[start - offset : stop - offset]
-                if isinstance(tensor, nn.Parameter):
-                    loader.copy_part(flat[start:stop], part)
-                else:  # padding, which has no meaning
-                    flat[start:stop].copy_(part)
-            offset += tensor.numel()
-
-    device: torch.device = kwargs["device_id"]
-    flat_device = torch.device("cpu") if plan.offload_params else device
-    # With a device_id other than the CPU, torch would move the whole parameters to it.
-    own_kwargs = kwargs if device.type == "cpu" else {**kwargs, "device_id": None}
-    with flatten_into(fill, plan.precision.stored_dtype(parameters[0]), flat_device), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The passed-in `module` is on CPU")
-        yield own_kwargs
 
 
 def _may_receive_other_dtypes(plan: FsdpPlan, unit: UnitPlan, model: nn.Module) -> bool:

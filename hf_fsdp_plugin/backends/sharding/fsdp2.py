@@ -15,14 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.backends.loading.weight_loader import WeightLoader, cast_buffers
 from hf_fsdp_plugin.backends.sharding.forwards import cast_inputs_of, fp32_ids
-from hf_fsdp_plugin.backends.torch_types import device_mesh, dtensor_like
+from hf_fsdp_plugin.backends.torch_types import device_mesh
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, torch_dtype
 from hf_fsdp_plugin.torch_private import fsdp2 as private
-from hf_fsdp_plugin.torch_private.functions import compute_local_shape_and_global_offset
 from hf_fsdp_plugin.torch_private.modules import registrations
-
-_Places = list[tuple[dict[str, Any], str]]
-"""Where a parameter is registered: dicts attribute -> parameter of modules, and the attributes in them."""
 
 
 def apply_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device, loader: WeightLoader) -> nn.Module:
@@ -37,20 +33,17 @@ def apply_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device, loader: 
         "offload_policy": CPUOffloadPolicy(pin_memory=plan.pin_memory) if plan.offload_params else OffloadPolicy(),
         "ignored_params": set(loader.prepare_ignored()),
     }
-    places = _readable_places(model, loader)
     for unit in plan.units:
-        on_read = [(parameter, places.pop(id(parameter))) for parameter in loader.prepare_unit(unit, places.keys())]
+        loader.prepare_unit(unit)
         modules = [model.get_submodule(name) for name in unit.modules]
-        with _sharded_on_read(plan, loader, on_read, device):
-            fp32 = fp32_ids(plan, model, unit.parameters)  # ids of the meta tensors that stand for the parameters
-            fully_shard(
-                modules if len(modules) > 1 else modules[0],
-                reshard_after_forward=unit.reshard_after_forward,
-                mp_policy=_mixed_precision(plan, is_root=unit.modules == ("",), fp32=fp32),
-                **kwargs,
-            )
-        if on_read:
-            private.own_shards(private.state_of(cast(FSDPModule, modules[0])))
+        fully_shard(
+            modules if len(modules) > 1 else modules[0],
+            reshard_after_forward=unit.reshard_after_forward,
+            mp_policy=_mixed_precision(
+                plan, is_root=unit.modules == ("",), fp32=fp32_ids(plan, model, unit.parameters)
+            ),
+            **kwargs,
+        )
         for module in modules:
             cast_inputs_of(module, torch_dtype(plan.precision.param))
     if not isinstance(model, FSDPModule):
@@ -61,45 +54,6 @@ def apply_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device, loader: 
     model.register_forward_pre_hook(lambda model, args: private.keep_requires_grad(model), prepend=True)
     _set_prefetch_and_no_sync(plan, model)
     return model
-
-
-def _readable_places(model: nn.Module, loader: WeightLoader) -> dict[int, _Places]:
-    """Return id of the parameter -> its places, for parameters of which each rank can read its part of the whole."""
-    places: dict[int, _Places] = {}
-    for registered, attribute, parameter in registrations(model.modules()):
-        if parameter.dim() > 0 and loader.can_read_parts(parameter):
-            places.setdefault(id(parameter), []).append((registered, attribute))
-    return places
-
-
-def _register(parameter: nn.Parameter, places: _Places) -> None:
-    for registered, attribute in places:
-        registered[attribute] = parameter
-
-
-@contextmanager
-def _sharded_on_read(
-    plan: FsdpPlan, loader: WeightLoader, whole: list[tuple[nn.Parameter, _Places]], device: torch.device
-) -> Iterator[None]:
-    """Shard parameters in the block without a whole copy of any of them: each rank takes its part from whole weights.
-
-    In the block, meta tensors stand for the parameters, so that ``fully_shard`` moves nothing to the device. Then this
-    rank's part of each whole weight, mostly of a mapped file, is copied to the device, and cast to the dtype in which
-    the optimizer updates it. Offloaded shards stay in host memory. Ties are kept.
-    """
-    for parameter, places in whole:
-        empty = torch.empty_like(parameter, dtype=plan.precision.stored_dtype(parameter), device="meta")
-        _register(nn.Parameter(empty, requires_grad=parameter.requires_grad), places)
-    yield
-    for parameter, places in whole:
-        registered, attribute = places[0]
-        sharded: DTensor = registered[attribute]
-        shape, offset = compute_local_shape_and_global_offset(sharded.shape, sharded.device_mesh, sharded.placements)
-        part = parameter.detach()[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
-        local = torch.empty(part.shape, dtype=sharded.dtype, device="cpu" if plan.offload_params else device)
-        with torch.no_grad():
-            loader.copy_part(local, part)
-        _register(nn.Parameter(dtensor_like(local, sharded), requires_grad=parameter.requires_grad), places)
 
 
 def adopt_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Module:

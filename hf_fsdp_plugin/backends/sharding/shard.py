@@ -150,6 +150,33 @@ def _keep_class_names(model: nn.Module) -> None:
         created.__module__ = original.__module__
 
 
+def create_with_original_shapes(model: nn.Module, create: Callable[[], Optimizer]) -> None:
+    """Call ``create`` with parameters of the original shapes, and give the optimizer that it returns FSDP1's pieces.
+
+    All pieces of FSDP1 have one dimension, so that groups by the number of dimensions would be wrong. The parameters in
+    the call have the memory of one element. Flat parameters without their original ones are left unchanged.
+    """
+    units = fsdp1.flat_units(model) if isinstance(model, FSDP) else []
+    if units:
+        script_access.free_gathered(model)
+    whole: dict[int, nn.Parameter] = {}
+    for _, flat in units:
+        for member in fsdp1.original_parameters(flat):
+            if (piece := member.parameter) is not None:
+                value = torch.empty((), dtype=piece.dtype, device=piece.device).expand(member.shape)
+                whole[id(piece)] = nn.Parameter(value, requires_grad=piece.requires_grad)
+        for (module, attribute), (first, name) in fsdp1.tied_places(flat):
+            if (found := whole.get(id(getattr(first, name, None)))) is not None:
+                whole[id(getattr(module, attribute))] = found
+    with ExitStack() as stack:
+        for registered, attribute, piece in registrations(model.modules()):
+            if id(piece) in whole:
+                stack.enter_context(entries_in_block({attribute: whole[id(piece)]}, registered))
+        optimizer = create()
+        detached = detach_optimizers([optimizer], model) if whole else []
+    attach_optimizers(detached, model)
+
+
 def rebind_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
     """Free the gathered parameters of FSDP2 units, and replace them by their shards in optimizers without state.
 

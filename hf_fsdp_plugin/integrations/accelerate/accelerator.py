@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
@@ -45,10 +45,9 @@ from hf_fsdp_plugin.plan.resolve import resolve_mesh
 from hf_fsdp_plugin.plan.units import distributed_config_of
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 from hf_fsdp_plugin.rank_variables import launched_world_size
-from hf_fsdp_plugin.sources.interface import Sources
 from hf_fsdp_plugin.sources.script_objects import DATA_SIZES, FSDP_SIZES
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
-from hf_fsdp_plugin.spec.load import assess, with_script_settings
+from hf_fsdp_plugin.spec.load import with_script_settings
 from hf_fsdp_plugin.spec.rules import fsdp_is_off
 from hf_fsdp_plugin.torch_private.functions import CollectiveGradScaler, set_timeout, timeout_of
 from hf_fsdp_plugin.torch_private.modules import entries_in_block
@@ -71,8 +70,8 @@ def accelerator(spec: FsdpSpec, **kwargs: Any) -> Accelerator:
 
     Args:
         spec: from :func:`hf_fsdp_plugin.load_spec`.
-        kwargs: the other arguments of ``accelerate.Accelerator``. ``fsdp_plugin``, ``mixed_precision`` and the sizes of
-            ``parallelism_config`` come from the spec.
+        kwargs: the other arguments of ``accelerate.Accelerator``. ``fsdp_plugin`` and ``mixed_precision`` come
+            from the spec. The sizes of a ``parallelism_config`` override it.
 
     Raises:
         SpecError: the process is not a rank of a launcher, so there is no process group.
@@ -101,6 +100,10 @@ def init_accelerator(original: Callable[..., None], accelerator: Any, *args: Any
         spec = plugins.with_mixed_precision(spec, given)
         spec = fp8.with_handlers(spec, arguments.get("kwargs_handlers") or (), SOURCE)
         plugin = plugins.PlannedFsdpPlugin.replacing(plugin, spec)
+    elif isinstance(plugin, plugins.PlannedFsdpPlugin):
+        changed = with_script_settings(plugin.spec, parallelism_config=mesh)
+        if changed is not plugin.spec:  # otherwise a state dict type that the script has set stays
+            plugin.use_spec(changed)
     if not isinstance(plugin, plugins.PlannedFsdpPlugin):
         original(**arguments)
         if plugin is None and accelerator.num_processes > 1 and session().installed:
@@ -108,7 +111,7 @@ def init_accelerator(original: Callable[..., None], accelerator: Any, *args: Any
             message += f"{accelerator.distributed_type.value} on {accelerator.num_processes} ranks."
             print_once(Problem(code="FSDP-W602", message=message, fix="Pass a config: --config_file CONFIG."))
         return
-    check_accelerator(arguments, plugin.spec)
+    check_accelerator(arguments)
     arguments["fsdp_plugin"] = plugin
     arguments.pop("parallelism_config", None)  # Accelerate would refuse it under FSDP1
     plugin.parallelism_config = mesh
@@ -182,18 +185,14 @@ def end_training(original: Callable[..., Any], accelerator: Any, *args: Any, **k
     return original(*args, **kwargs)
 
 
-def check_accelerator(arguments: Mapping[str, Any], spec: FsdpSpec) -> None:
-    """Report the arguments of an Accelerator that have no effect on ``spec``, and adjust the process group.
-
-    Args:
-        spec: contains ``parallelism_config``, unless it was made without the Accelerator.
+def check_accelerator(arguments: Mapping[str, Any]) -> None:
+    """Report the arguments of an Accelerator that have no effect, and adjust the process group.
 
     Raises:
         SpecError: an argument is refused.
     """
     given = {name: value for name, value in arguments.items() if value is not None}
-    mesh_problems = _check_mesh(given.get("parallelism_config"), spec)
-    print_or_raise([*check_arguments("Accelerator", given, source=SOURCE), *mesh_problems])
+    print_or_raise([*check_arguments("Accelerator", given, source=SOURCE)])
     check_handlers(given.get("kwargs_handlers", ()))
     for handler in given.get("kwargs_handlers", ()):
         if isinstance(handler, utils.InitProcessGroupKwargs):
@@ -206,27 +205,6 @@ def check_handlers(objects: Iterable[Any]) -> None:
     problems = [problem for handler in handlers for problem in check_object(handler, source=SOURCE)]
     # The Trainer creates a handler in every run.
     print_or_raise([each for each in problems if each.severity == "error" or session().trainer_spec is None])
-
-
-def _check_mesh(config: Any, spec: FsdpSpec) -> Iterator[Problem]:
-    """Yield an error for refused axes, and for sizes that differ from a spec that was made without them."""
-    if config is None:
-        return
-    fsdp = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": spec.fsdp.version}}
-    alone = assess(Sources(config=fsdp, parallelism_config=config, environ={}))
-    yield from (problem for problem in alone.problems if problem.severity == "error")
-    # The session has read a config, and has reported the sources that override it.
-    reported = {each.setting for each in spec.problems if each.origin and each.origin.source == "ParallelismConfig"}
-    for name, setting in _SETTINGS.items() if alone.ok else ():
-        size = alone.spec.get(setting)
-        # The Trainer makes a config of its own for a divided model, without an axis of replicas. A size of 1 of the
-        # other axes is a default of the config.
-        is_derived = (spec.mesh.tensor > 1 and name in DATA_SIZES) or (name not in DATA_SIZES and size == 1)
-        if alone.spec.asked(setting) and size != spec.get(setting) and setting not in reported and not is_derived:
-            message = f"{name} is {size}, but the spec of this Accelerator has {setting}={spec.get(setting)}."
-            fix = "Pass it to load_spec: load_spec(config, parallelism_config=…)."
-            origin = Origin(source=SOURCE, spelling="parallelism_config", text=f"{name}={size}")
-            yield Problem(code="FSDP-E612", setting=setting, message=message, fix=fix, origin=origin)
 
 
 def set_mesh(accelerator: Any, config: Any, spec: FsdpSpec) -> None:

@@ -83,7 +83,7 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
         self.assigned: Mapping[str, Any] = {}
         self.is_in_use = False
         session().ask_for_fsdp()
-        self._use_spec(spec)
+        self.use_spec(spec)
 
     @classmethod
     def replacing(cls, plugin: Any, spec: FsdpSpec) -> PlannedFsdpPlugin:
@@ -128,7 +128,7 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
             spec = with_script_settings(spec, distributed_config=config)
         if spec != self.spec:
             kind = self.state_dict_kind
-            self._use_spec(spec)
+            self.use_spec(spec)
             self.set_state_dict_type(kind)
             print_warnings(spec.problems)
         self.is_in_use = True
@@ -137,7 +137,7 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
         spec = spec_of_further_model(spec, model, is_trained=is_trained)
         return with_script_settings(spec, distributed_config=config)
 
-    def _use_spec(self, spec: FsdpSpec) -> None:
+    def use_spec(self, spec: FsdpSpec) -> None:
         """Set every field from ``spec``, as values of the settings and not as assignments of the script."""
         self.spec = spec
         strategy, prefetch, on_cpu = STRATEGIES[spec.sharding.strategy], spec.prefetch.backward, _runs_on_cpu(spec)
@@ -314,15 +314,6 @@ def _parse_state_dict_type(value: fsdp.StateDictType | str | int) -> StateDictKi
     raise ValueError(f"state_dict_type {value!r} is invalid. Use full, sharded or local, or 1, 2 or 3 as in torch.")
 
 
-_MEANING_OF_NONE: Final[Mapping[str, Any]] = {
-    "auto_wrap_policy": "no_wrap",
-    "backward_prefetch": "no_prefetch",
-    "min_num_params": 0,
-    "mixed_precision_policy": {f"{name}_dtype": "no" for name in ("param", "reduce", "output", "buffer")},
-}
-"""Field -> the value that ``None`` stands for. Other fields have no such value."""
-
-
 def spec_with_assignments(spec: FsdpSpec, assigned: Mapping[str, Any]) -> FsdpSpec:
     """Return ``spec`` with the fields that a script assigned, which override it with a warning.
 
@@ -332,10 +323,9 @@ def spec_with_assignments(spec: FsdpSpec, assigned: Mapping[str, Any]) -> FsdpSp
     if "cpu_ram_efficient_loading" in assigned:
         fix = "Set fsdp_cpu_ram_efficient_loading in the config."
         raise refused_assignment("cpu_ram_efficient_loading", "the model is loaded already", fix)
-    given = {name: _MEANING_OF_NONE.get(name) if value is None else value for name, value in assigned.items()}
-    if (unknown := next((name for name, value in given.items() if value is None), None)) is not None:
+    if (unknown := next((name for name, value in assigned.items() if value is None), None)) is not None:
         raise refused_assignment(unknown, "None is not a value of this setting", "Assign the value that is meant.")
-    changed = with_script_settings(spec, plugin_fields=given)
+    changed = with_script_settings(spec, plugin_fields=assigned)
     if changed.precision.param == "fp16" != spec.precision.param:
         reason = "fp16 needs a gradient scaler, which the Accelerator creates in its constructor"
         raise refused_assignment("mixed_precision_policy", reason, "Set mixed_precision: fp16 in the config.")

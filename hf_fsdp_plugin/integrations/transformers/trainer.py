@@ -12,23 +12,26 @@ To support the Trainer of another library:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
-from torch.distributed.fsdp import FullyShardedDataParallel
+import torch
+from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import find_labels
 
 from hf_fsdp_plugin.backends.ranks.agreement import TRAINING_LIMIT, preparation_limit, wait_for_all_ranks
 from hf_fsdp_plugin.backends.sharding.script_access import ParameterCounts
-from hf_fsdp_plugin.backends.sharding.shard import plan_of
+from hf_fsdp_plugin.backends.sharding.shard import create_with_original_shapes, plan_of
 from hf_fsdp_plugin.checkpoint.names import TRAINER_PREFIX
 from hf_fsdp_plugin.integrations import patching, resuming
 from hf_fsdp_plugin.integrations.accelerate import run_report
 from hf_fsdp_plugin.integrations.accelerate.accelerator import is_left_to_transformers
-from hf_fsdp_plugin.integrations.accelerate.plugin import if_planned, if_sharded, planned_plugin
+from hf_fsdp_plugin.integrations.accelerate.plugin import if_planned, planned_plugin
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import attributes_in_block, current_run, session
@@ -39,7 +42,6 @@ from hf_fsdp_plugin.integrations.transformers.checkpoints import (
     load_other_model,
     save_checkpoint,
 )
-from hf_fsdp_plugin.integrations.transformers.losses import watch_loss
 from hf_fsdp_plugin.integrations.transformers.preemption import AgreedCheckpoint
 from hf_fsdp_plugin.messages import print_once, print_warnings
 from hf_fsdp_plugin.plan.fsdp_plan import torch_dtype
@@ -215,7 +217,6 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
     if resuming.is_started_again() or resume:
         found = checkpoint_to_resume(trainer, resume)
         args, kwargs = (found, *args[1:]), {k: v for k, v in kwargs.items() if k != "resume_from_checkpoint"}
-    refuse_whole_averages(trainer)
     if (dtype := _full_eval(trainer)) is not None:
         message = f"{dtype}_full_eval converts the whole model to {dtype} after a training, but the weights are "
         message += "shards, which the training computes in another dtype."
@@ -224,8 +225,10 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
     callbacks = (StartChecks(trainer), agreed := AgreedCheckpoint(trainer))
     for callback in callbacks:
         trainer.add_callback(callback)
+    create = partial(create_optimizer, trainer, _own_create_optimizer(trainer))
     try:
         with (
+            attributes_in_block(trainer, create_optimizer=create),
             private.loading_sharded_models(trainer, load_other_model),
             private.saving_own_checkpoints(trainer, save_checkpoint),
             _without_full_eval(trainer),
@@ -266,13 +269,25 @@ def _without_full_eval(trainer: Any) -> AbstractContextManager[None]:
     return attributes_in_block(trainer.args, bf16_full_eval=False, fp16_full_eval=False)
 
 
-def refuse_whole_averages(trainer: Any) -> None:
-    """Raise ``SpecError`` for a callback of TRL that averages whole copies of the weights."""
-    for callback in trainer.callback_handler.callbacks:
-        if any(base.__name__ == "BEMACallback" for base in type(callback).__mro__):
-            message = f"{type(callback).__name__} averages whole copies of the weights, but each rank has only shards."
-            fix = "Average the shards, which are model.parameters() after prepare(), or train without FSDP."
-            raise SpecError([Problem(code="FSDP-E627", message=message, fix=fix)])
+def _own_create_optimizer(trainer: Any) -> Callable[..., Any]:
+    """Return the method of a Trainer, which may be a copy of one that trains, with the replacement of that one."""
+    method = vars(trainer).get("create_optimizer")
+    if isinstance(method, partial) and method.func is create_optimizer:
+        return partial(type(trainer).create_optimizer, trainer)
+    own: Callable[..., Any] = trainer.create_optimizer
+    return own
+
+
+def create_optimizer(trainer: Any, create: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Create the optimizer of a Trainer, which sees the original shapes of a model that FSDP1 has sharded before."""
+
+    def created() -> Any:
+        create(*args, **kwargs)
+        return trainer.optimizer
+
+    model = next(iter((*args, *kwargs.values())), None)
+    create_with_original_shapes(trainer.model if model is None else model, created)
+    return trainer.optimizer
 
 
 class FsdpTrainerMixin:
@@ -298,13 +313,74 @@ class FsdpTrainingArguments(TrainingArguments):
         super().__post_init__()
 
 
-@if_sharded
-def prediction_step(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Generate with the module inside FSDP1's wrapper, so that the Trainer does not gather the whole model.
+_NUM_ITEMS: Final = "num_items_in_batch"
+_NEUTRAL: Final = frozenset({"__get__", "to", "detach", "dim", "size", "numel", "is_floating_point", "is_complex"})
+"""Functions of a tensor that do not compute with its value. FSDP calls them for all inputs."""
 
-    It gathers unit by unit, as in a forward. The loss is computed by the wrapper, which is the first of ``args``.
+
+class _Watched:
+    """The model whose loss a Trainer watches, as a weak reference."""
+
+    def __init__(self) -> None:
+        self.model: Callable[[], nn.Module | None] = lambda: None
+
+
+def watch_loss(trainer: Any, model: nn.Module) -> None:
+    """Let a Trainer scale the loss of a model that ignores ``num_items_in_batch`` as a mean, from its first forward on.
+
+    The Trainer passes the number of labels in a batch to every forward that has ``**kwargs``. It then multiplies the
+    loss by the number of ranks, and does not divide it by the accumulated batches, because the model is supposed to
+    have divided a sum by the labels of all of them. Many models return a mean instead: T5, BART, BERT, and most models
+    for classification.
+
+    The first forward with labels gets a tensor that records whether it is used. Compiled models are left unchanged.
     """
-    if not isinstance(trainer.model, FullyShardedDataParallel):
-        return original(*args, **kwargs)
-    with attributes_in_block(trainer, model=trainer.model.module):
-        return original(*args, **kwargs)
+    dynamo = trainer.accelerator.state.dynamo_plugin
+    compiles = trainer.args.torch_compile or (dynamo is not None and dynamo.backend.value.lower() != "no")
+    watched = parts_of(trainer).get(_Watched)
+    if compiles or not trainer.model_accepts_loss_kwargs or watched.model() is model:
+        return
+    watched.model = weakref.ref(model)
+    uses: list[str] = []
+
+    class Watched(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.__name__ in _NEUTRAL:
+                return super().__torch_function__(func, types, args, kwargs or {})
+            uses.append(func.__name__)
+            # The result is a plain tensor: FSDP1 does not begin the backward of a loss of another class.
+            return nn.Parameter.__torch_function__(func, types, args, kwargs or {})
+
+    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if isinstance(number := kwargs.get(_NUM_ITEMS), torch.Tensor):
+            return args, {**kwargs, _NUM_ITEMS: number.as_subclass(Watched)}
+        return None
+
+    def after(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        loss = output.get("loss") if isinstance(output, Mapping) else None
+        if isinstance(kwargs.get(_NUM_ITEMS), Watched) and kwargs.get("labels") is not None and loss is not None:
+            for handle in handles:
+                handle.remove()
+            if not uses:
+                _scale_as_mean(trainer, module)
+
+    inner = unwrapped(model)
+    handles = [
+        inner.register_forward_pre_hook(before, with_kwargs=True),
+        inner.register_forward_hook(after, with_kwargs=True),
+    ]
+
+
+def _scale_as_mean(trainer: Any, model: Any) -> None:
+    trainer.model_accepts_loss_kwargs = False  # the Trainer reads it after this forward
+    ranks = trainer.accelerator.num_processes if trainer.args.average_tokens_across_devices else 1
+    factor = ranks * trainer.args.gradient_accumulation_steps
+    if factor > 1:
+        name = type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
+        message = (
+            f"the forward of {name} accepts {_NUM_ITEMS} and ignores it. Transformers multiplies the loss and the "
+            f"gradients of such a model by the ranks and the accumulated batches, here by {factor}. This run does not."
+        )
+        fix = "Divide losses of runs without this package by that number to compare them."
+        print_once(Problem(code="FSDP-N644", message=message, fix=fix))

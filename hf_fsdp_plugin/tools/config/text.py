@@ -1,4 +1,4 @@
-"""The text of a config for Accelerate: a new file, other settings in an existing one, and corrected words.
+"""The text of a config for Accelerate: a new file, or other settings in an existing one; and how it is written.
 
 In an existing text everything else stays: order, comments, blanks, quotes.
 """
@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 import yaml
 
 from hf_fsdp_plugin.axes import MODEL_AXES
+from hf_fsdp_plugin.checkpoint.io import write_atomically
+from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_value
 from hf_fsdp_plugin.vocabulary import BY_NAME, PREFIXES, TABLES, Scope, SettingRow, find_row, plain_key
@@ -287,3 +291,42 @@ def change_keys(text: str, replaced: Mapping[Key, Sequence[str]], added: Mapping
     for start, stop, lines in sorted(edits, key=lambda edit: edit[:2], reverse=True):
         changed[start:stop] = lines
     return "\n".join(changed) + "\n"
+
+
+def check_place(path: Path, shown: str, *, makes_folders: bool = False) -> None:
+    """Raise ``SpecError`` if a file cannot be written at a path.
+
+    Args:
+        shown: the path in messages.
+        makes_folders: whether :func:`write_config` may make folders that do not exist.
+    """
+    folder = path.parent
+    while makes_folders and not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if path.is_dir():
+        raise _unwritable(shown, "it is a folder")
+    if not folder.is_dir():
+        raise _unwritable(shown, f"{folder} is not a folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise _unwritable(shown, f"no permission to write to {folder}")
+
+
+def file_exists_error(shown: str, message: str, option: str) -> SpecError:
+    """Return the error of a file that is not replaced without ``--force``."""
+    fix = f"Pass --force to change it, or another path with {option}."
+    return SpecError([Problem(code="FSDP-E761", message=message, fix=fix, origin=Origin(source=shown))])
+
+
+def write_config(path: Path, shown: str, text: str) -> None:
+    """Write a config, and the folders that it needs. Raises ``SpecError`` if this fails; then nothing has changed."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, text, preserve=True)
+    except OSError as error:
+        raise _unwritable(shown, error.strerror or str(error)) from None
+
+
+def _unwritable(shown: str, reason: str) -> SpecError:
+    message = f"the file cannot be written: {reason}. It was not changed."
+    fix = "Choose another path."
+    return SpecError([Problem(code="FSDP-E764", message=message, fix=fix, origin=Origin(source=shown))])

@@ -36,7 +36,7 @@ from hf_fsdp_plugin.text import printable
 from hf_fsdp_plugin.tools.config import conversation, questions
 from hf_fsdp_plugin.tools.config import text as config_text
 from hf_fsdp_plugin.tools.config.conversation import Question, State, label_of, show_text
-from hf_fsdp_plugin.tools.config.writing import check_place, file_exists_error, write_config
+from hf_fsdp_plugin.tools.config.text import check_place, file_exists_error, write_config
 from hf_fsdp_plugin.vocabulary import TRAINING_FILE_MARKS
 
 if TYPE_CHECKING:

@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Final
 
 from hf_fsdp_plugin.cli.output import text_width
+from hf_fsdp_plugin.sources import accelerate_file
 from hf_fsdp_plugin.sources.interface import Sources, SourceSettings
+from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFile, ConfigFileError
 from hf_fsdp_plugin.text import fit_table, printable, wrap_words
-from hf_fsdp_plugin.tools.convert.dialects.interface import DialectReading, KeyOutcome
-from hf_fsdp_plugin.tools.convert.dialects.reader import read
+from hf_fsdp_plugin.tools.convert.dialects import accelerate, deepspeed, distributed_config, training_script
+from hf_fsdp_plugin.tools.convert.dialects.interface import (
+    ConfigDialect,
+    DialectDocument,
+    DialectReading,
+    KeyOutcome,
+    marked_by,
+)
+
+DIALECTS: Final[tuple[ConfigDialect, ...]] = (
+    accelerate.DIALECT,
+    deepspeed.DIALECT,
+    training_script.AXOLOTL,
+    training_script.LLAMA_FACTORY,
+    training_script.MS_SWIFT,
+    distributed_config.DIALECT,
+    training_script.TRAINING_SCRIPT,
+)
+_MAX_DEPTH: Final = 4
 
 
 def with_converted_config(sources: Sources, script_arguments: Sequence[str] = (), *, converts: bool = False) -> Sources:
@@ -43,3 +64,76 @@ def print_outcomes(outcomes: Sequence[KeyOutcome]) -> None:
     for why, keys in without.items():
         lines += wrap_words(printable(f"no effect: {', '.join(keys)}. {why}"), width)
     print("\n".join(lines), end="\n\n", file=sys.stderr, flush=True)
+
+
+def read(sources: Sources, script_arguments: Sequence[str] = (), *, converts: bool = False) -> SourceSettings | None:
+    """Read ``sources.config``; ``None`` if there is none, or if it is one of FSDP.
+
+    Args:
+        script_arguments: words of the command line of the script. They replace ``auto`` in a config of DeepSpeed.
+        converts: whether all values of ``auto`` must be known, and a config of DDP is read too.
+
+    Returns:
+        A :class:`DialectReading`, or the errors of a config that cannot be read.
+    """
+    given = partial(_read_config, script_arguments=script_arguments, converts=converts)
+    if isinstance(read := given(sources), DialectReading):
+        read.finish()
+    return read
+
+
+def _read_config(
+    sources: Sources, script_arguments: Sequence[str], *, converts: bool, depth: int = 0
+) -> SourceSettings | None:
+    """Read a config. ``depth``: the number of configs that include it, each of which may be one of FSDP, too."""
+    try:
+        if sources.config is None:
+            return None
+        if isinstance(sources.config, ConfigFile) and sources.config.is_script:
+            return accelerate_file.read(sources) if depth else None  # which refuses it
+        document = DialectDocument.of(sources, script_arguments, converts=converts)
+        dialect = _dialect_of(document)
+        if depth > _MAX_DEPTH:
+            message, fix = f"more than {_MAX_DEPTH} configs include each other.", "Check the files that they name."
+            raise ConfigFileError("FSDP-E004", message, fix, source=document.shown)
+        if dialect is None:
+            return accelerate_file.read(sources) if depth else None
+    except ConfigFileError as error:
+        return SourceSettings(problems=[error.problem], family="accelerate")
+    reading = DialectReading(
+        source=document.shown,
+        dialect_of=dialect,
+        document=document,
+        mentions_fsdp=True,
+        read_other=partial(_read_config, script_arguments=script_arguments, converts=converts, depth=depth + 1),
+    )
+    dialect.read(reading)
+    return reading.result(reading.defaults)
+
+
+def _dialect_of(document: DialectDocument) -> ConfigDialect | None:
+    """Return the dialect of a config; ``None`` for Accelerate's own. Raises ``ConfigFileError`` if it is not clear."""
+    found = {dialect.title: marks for dialect in DIALECTS if (marks := dialect.marks(document))}
+    known = [dialect for dialect in DIALECTS if dialect.title in found]
+    of_accelerate = marked_by(accelerate_file.MARKS_OF_ACCELERATE)(document)
+    if known and of_accelerate and not any(dialect.is_accelerate for dialect in known):
+        found["Accelerate"] = of_accelerate
+    if len(found) > 1:
+        general = {dialect.title for dialect in known if dialect.is_general}
+        known = [dialect for dialect in known if not dialect.is_general]
+        found = {title: marks for title, marks in found.items() if title not in general}
+    if len(found) > 1:
+        raise _mixed(document, found)
+    return known[0] if known else None
+
+
+def _mixed(document: DialectDocument, found: Mapping[str, Sequence[ConfigEntry]]) -> ConfigFileError:
+    """Return the error that a file has keys of several dialects."""
+    firsts = sorted(((title, marks[0]) for title, marks in found.items()), key=lambda first: first[1].line or 0)
+    lines = [f" in line {entry.line}" if entry.line is not None else "" for _, entry in firsts]
+    places = [f"{entry.key} of {title}{line}" for (title, entry), line in zip(firsts, lines, strict=True)]
+    message, fix = (
+        f"the file mixes configs of several programs: {', '.join(places)}.",
+        "Write one file for each of them.",
+    )
+    return ConfigFileError("FSDP-E064", message, fix, source=document.shown, line=firsts[-1][1].line)

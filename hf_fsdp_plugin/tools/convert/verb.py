@@ -38,8 +38,7 @@ from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.text import format_bytes, format_value, plural, printable
 from hf_fsdp_plugin.tools.check.verb import config_named
 from hf_fsdp_plugin.tools.common import ProgressBars
-from hf_fsdp_plugin.tools.config.text import stock_limits
-from hf_fsdp_plugin.tools.config.writing import check_place, file_exists_error, write_config
+from hf_fsdp_plugin.tools.config.text import check_place, file_exists_error, stock_limits, write_config
 from hf_fsdp_plugin.tools.convert.conversion import print_outcomes, with_converted_config
 from hf_fsdp_plugin.tools.convert.converted import TARGETS, Converted
 from hf_fsdp_plugin.tools.convert.dialects.interface import DialectReading, KeyOutcome, shown_setting, typed_value

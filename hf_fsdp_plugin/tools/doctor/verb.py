@@ -14,13 +14,11 @@ import contextlib
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -63,7 +61,7 @@ def diagnose() -> tuple[dict[str, Any], list[Problem]]:
     problems = [Problem(code="FSDP-E623", message=text.removesuffix(" [FSDP-E623]")) for text in unsupported_versions()]
     if newer := untested_versions():
         problems.append(Problem(code="FSDP-W622", message=f"newer than the tested versions: {', '.join(newer)}."))
-    problems += check_builds(versions, cuda_of_torch(), Path("/proc/driver/nvidia/version").exists())
+    problems += check_build(versions.get("torch", ""), Path("/proc/driver/nvidia/version").exists())
     contracts, failure = _probe()
     if failure:
         fix = "Reinstall it: pip install --force-reinstall torch. Use one index for torch, torchvision and torchaudio."
@@ -91,36 +89,16 @@ def check_contracts(contracts: Sequence[Mapping[str, Any]]) -> list[Problem]:
     return problems
 
 
-def check_builds(versions: Mapping[str, str], cuda: str | None, driver: bool) -> list[Problem]:
-    """Return a warning for builds that do not fit together.
+def check_build(version: str, driver: bool) -> list[Problem]:
+    """Return a warning for a build of torch for the CPU.
 
     Args:
-        cuda: the CUDA version for which torch was built; ``None`` for a CPU build.
         driver: whether the machine has a driver of NVIDIA.
     """
-    problems = []
-    fix = "Install torch, torchvision and torchaudio together, from one index."
-    own = versions.get("torch", "").partition("+")[2]
-    for name in ("torchvision", "torchaudio"):
-        other = versions.get(name, "").partition("+")[2]
-        if own and other and own != other:
-            message = f"torch is a build for {own} and {name} one for {other}, so operators of {name} may be missing."
-            problems.append(Problem(code="FSDP-W625", message=message, fix=fix))
-    if driver and "torch" in versions and cuda is None:
-        message = f"torch {versions['torch']} is a build for the CPU, but this machine has an NVIDIA driver."
-        problems.append(Problem(code="FSDP-W625", message=message, fix="Install a build of torch for CUDA."))
-    return problems
-
-
-def cuda_of_torch() -> str | None:
-    """Return the CUDA version of the installed build of torch, read from its file ``version.py``."""
-    torch = find_spec("torch")
-    try:
-        text = Path(torch.origin).with_name("version.py").read_text() if torch is not None and torch.origin else ""
-    except OSError:
-        return None
-    match = re.search(r"^cuda\b.*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
-    return match[1] if match is not None else None
+    if not (driver and version.endswith("+cpu")):
+        return []
+    message = f"torch {version} is a build for the CPU, but this machine has an NVIDIA driver."
+    return [Problem(code="FSDP-W625", message=message, fix="Install a build of torch for CUDA.")]
 
 
 def _probe() -> tuple[list[dict[str, Any]], str]:

@@ -24,10 +24,8 @@ from hf_fsdp_plugin.spec.values import setting_to_json
 from hf_fsdp_plugin.text import plural, printable, wrap_words
 from hf_fsdp_plugin.tools.check.verb import config_named
 from hf_fsdp_plugin.tools.common import check_needs
-from hf_fsdp_plugin.tools.config.text import stock_limits
-from hf_fsdp_plugin.tools.config.writing import check_place, file_exists_error, write_config
-from hf_fsdp_plugin.tools.migrate.changes import BehaviorChange, behavior_changes
-from hf_fsdp_plugin.tools.migrate.rewriting import Migration, migrate
+from hf_fsdp_plugin.tools.config.text import check_place, file_exists_error, stock_limits, write_config
+from hf_fsdp_plugin.tools.migrate.rewriting import BehaviorChange, Migration, behavior_changes, migrate
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -170,23 +169,13 @@ def run_preflight(spec: FsdpSpec, sources: Sources, options: stages.Options, lim
         env[stages.VARIABLE] = json.dumps(asdict(replace(options, folder=str(folder))))
         # Accelerators are hidden, so that libraries cannot take them.
         env |= {device.visible_variable: "" for device in DEVICES.values() if device.visible_variable}
-        began, shown = time.monotonic(), ""
+        began = time.monotonic()
 
         def why_stopped() -> str | None:
-            """Show the stage that runs on a terminal, and return whether the limit is reached."""
-            nonlocal shown
-            running = next((record.running for record in stages.read_records(folder) if record.running), "")
-            if running != shown and sys.stderr.isatty():
-                print(f"\r\033[Kpreflight: {running} …", end="", file=sys.stderr, flush=True)
-            shown = running
             return f"{limit_s:g} s (--limit)" if time.monotonic() - began > limit_s else None
 
-        try:
-            run = run_job(
-                ["-m", _BUILTIN], replace(spec, launch=launch), world, handover, env=env, should_stop=why_stopped
-            )
-        finally:
-            print("\r\033[K" if sys.stderr.isatty() else "", end="", file=sys.stderr, flush=True)
+        job = replace(spec, launch=launch)
+        run = run_job(["-m", _BUILTIN], job, world, handover, env=env, should_stop=why_stopped)
         seconds = time.monotonic() - began
         records = stages.read_records(folder)
     rows, problems = _read_results(run, records)

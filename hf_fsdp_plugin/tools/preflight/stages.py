@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from hf_fsdp_plugin.checkpoint.io import write_atomically
 from hf_fsdp_plugin.messages import printer
@@ -42,7 +42,6 @@ STAGES: Final[Mapping[str, str]] = {
     "resume": "a fresh model and optimizer continue from the checkpoint",
     "export": "merge of the checkpoint, and from_pretrained",
 }
-RunPhase = Literal["start", "first run", "afterwards"]
 _MAX_MESSAGE: Final = 300
 _NOT_OF_USER: Final = (str(Path(__file__).parents[2]), "<")
 _LIBRARIES: Final = "site-packages"
@@ -136,14 +135,14 @@ class Preflight:
     """The preflight of one rank, from :meth:`begin` to :meth:`end`. One stage runs at a time.
 
     Attributes:
-        phase: ``start`` until the training begins; what runs in the first run is recorded as a stage.
+        records: whether what runs is recorded as a stage: in the first run.
         record: what was recorded.
     """
 
     def __init__(self) -> None:
         self.active = False
         self.options, self.folder = Options(), Path()
-        self.phase: RunPhase = "start"
+        self.records = False
         self.rank, self.world_size = 0, 1
         self.record = PreflightRecord()
         self._began = 0.0
@@ -158,7 +157,7 @@ class Preflight:
             self.note(message)
 
     def begin(self, options: Options) -> None:
-        self.active, self.options, self.phase = True, options, "start"
+        self.active, self.options, self.records = True, options, False
         self.folder = Path(options.folder)
         self.rank, self.world_size = launched_rank(), launched_world_size()
         self.record = PreflightRecord()

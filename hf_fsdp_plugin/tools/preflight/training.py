@@ -74,7 +74,7 @@ class PreflightObserver(Observer):
 
     def phase(self, phase: ObservedPhase) -> AbstractContextManager[Any]:
         """Return the stage of a phase. Only the first run records stages."""
-        records = phase in _STAGES and preflight().active and preflight().phase == "first run"
+        records = phase in _STAGES and preflight().active and preflight().records
         return preflight().stage(_STAGES[phase]) if records else nullcontext()
 
 
@@ -205,7 +205,7 @@ class StageCallback(TrainerCallback):
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._is_first = preflight().phase == "first run"
+        self._is_first = preflight().records
         self.weights: dict[int, Weights] = {}
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -246,7 +246,7 @@ def run_stages(make_trainer: Callable[[], Any]) -> None:
         make_trainer: returns a new Trainer with a new model.
     """
     trainer = make_trainer()
-    preflight().phase = "first run"
+    preflight().records = True
     callback = StageCallback(trainer)
     trainer.add_callback(callback)
 
@@ -261,7 +261,7 @@ def run_stages(make_trainer: Callable[[], Any]) -> None:
             if problem["severity"] != "note":
                 preflight().note(Problem(**{name: problem[name] for name in ("code", "message", "fix", "setting")}))
     trainer.remove_callback(callback)
-    preflight().phase = "afterwards"  # what follows records no stages
+    preflight().records = False
     arguments = trainer.args
     no_saves = arguments.save_strategy == "no"
     for stage, is_skipped, reason in (

@@ -1,1 +1,1 @@
-"""``hf-fsdp profile`` and ``ProfilerCallback``: where the time of a step goes."""
+"""``hf-fsdp profile``: where the time of a step goes."""

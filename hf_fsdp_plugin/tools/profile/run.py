@@ -39,7 +39,13 @@ from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.rank_variables import launched_rank, launched_world_size
 from hf_fsdp_plugin.state import process
 from hf_fsdp_plugin.tools.profile import rank_profile
-from hf_fsdp_plugin.tools.profile.files import NUM_TRACES, OPTIONS_VARIABLE, ProfileOptions, remove_paths, write_file
+from hf_fsdp_plugin.tools.profile.run_profile import (
+    NUM_TRACES,
+    OPTIONS_VARIABLE,
+    ProfileOptions,
+    remove_paths,
+    write_file,
+)
 from hf_fsdp_plugin.torch_private.functions import profiler_is_running
 from hf_fsdp_plugin.torch_private.modules import set_unit_name, unit_name
 
@@ -136,22 +142,19 @@ class Profiling(Observer):
 
     Attributes:
         active: whether steps are still profiled or measured.
-        options: the options of the newest profile.
-        failure: why the newest profile was given up; ``None`` if it was not, or if failures are raised.
     """
+
+    may_end_run = True
 
     def __init__(self) -> None:
         self.active = False
         self.options = ProfileOptions(folder="")
-        self.failure: SpecError | None = None
         self._hooks: list[Any] = []
         self._profiler: Any = None
 
     def begin(self, options: ProfileOptions) -> None:
-        """Profile from now on. An earlier profile that did not end, because its training has failed, is discarded."""
-        self.end(failed=True)
-        self.active, self.options, self.failure = True, options, None
-        self.may_end_run = options.raises
+        """Profile from now on."""
+        self.active, self.options = True, options
         self._model: nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._num_steps = 0
@@ -196,11 +199,9 @@ class Profiling(Observer):
         self._hooks.clear()
         self._stop_tracing()
         profiler, self._profiler = self._profiler, None
-        if failed or self.failure is not None:
-            remove_files(self.options, _rank())
-        if not failed:
-            if self.failure is not None:
-                raise self.failure
+        if failed:
+            _remove_files(self.options)
+        else:
             self._write(profiler)
 
     def _see_forward(self, module: nn.Module, _: Any) -> None:
@@ -224,28 +225,18 @@ class Profiling(Observer):
             self._stop_tracing()
         elif self._num_steps == options.wait:
             self._start_tracing()
-        if self._num_steps == options.last or self.failure is not None:
-            self._end_in_training()
-        self._step_began = time.perf_counter()
-
-    def _end_in_training(self) -> None:
-        """Write the result, and end the script if the options demand it. A failure is raised if they demand that."""
-        try:
+        if self._num_steps == options.last:
             self.end()
-        except SpecError as error:
-            self.failure = error
-            if self.options.raises:
-                raise
-        if self.options.stops:
-            process.end(RunReporter)  # no report, because the run is not complete
-            raise SystemExit(0)
+            if options.stops:
+                process.end(RunReporter)  # no report, because the run is not complete
+                raise SystemExit(0)
+        self._step_began = time.perf_counter()
 
     def _start_tracing(self) -> None:
         if profiler_is_running():
             message = "the script runs torch's profiler itself, and a process can have one at a time."
             fix = "Remove the script's own profiler for this run."
-            self.failure = SpecError([Problem(code="FSDP-E776", message=message, fix=fix)])
-            return
+            raise SpecError([Problem(code="FSDP-E776", message=message, fix=fix)])
         on_device = available_device().is_initialized() and available_device().type != "cpu"
         activities = set(supported_activities()) if on_device else {ProfilerActivity.CPU}
         self._profiler = torch_profile(activities=activities)
@@ -297,9 +288,9 @@ class Profiling(Observer):
             if content is not None and rank < NUM_TRACES:
                 write_file(options.trace_file(rank), gzip.compress(content, compresslevel=3, mtime=0))
         except OSError as error:
-            remove_files(options, rank)
+            _remove_files(options)
             message = f"the profile cannot be written to {options.folder}: {error.strerror or error}."
-            fix = "Free space, or write to another folder: --output DIR, or output_dir of ProfilerCallback."
+            fix = "Free space, or write to another folder: --output DIR."
             raise _not_written(message, fix) from error
 
     def _facts(self, plan: Any, units: Sequence[UnitObservation]) -> dict[str, Any]:
@@ -319,10 +310,9 @@ class Profiling(Observer):
         }
 
 
-def remove_files(options: ProfileOptions, rank: int) -> None:
-    """Delete the files of a rank, of this profile or of an earlier one."""
+def _remove_files(options: ProfileOptions) -> None:
     with contextlib.suppress(OSError):
-        remove_paths([options.rank_file(rank), options.trace_file(rank)])
+        remove_paths([options.rank_file(_rank()), options.trace_file(_rank())])
 
 
 def _rank() -> int:

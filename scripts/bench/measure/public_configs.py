@@ -24,8 +24,8 @@ from hf_fsdp_plugin.sources import accelerate_file
 from hf_fsdp_plugin.sources.interface import Sources
 from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFile
 from hf_fsdp_plugin.spec.load import assess
+from hf_fsdp_plugin.tools.convert import conversion
 from hf_fsdp_plugin.tools.convert.converted import TARGETS
-from hf_fsdp_plugin.tools.convert.dialects import reader
 from hf_fsdp_plugin.tools.convert.dialects.interface import DialectDocument, DialectReading, leaves
 from hf_fsdp_plugin.vocabulary import Scope, find_row
 from scripts.bench.common import ROOT, make_parser
@@ -92,12 +92,12 @@ def convert(path: Path) -> Conversion:
     """Convert a config to Accelerate's YAML, with the arguments of the Trainer that it needs."""
     file = ConfigFile.at(path)
     sources = Sources(config=file, environ={})
-    read = reader.read(sources, converts=True)
+    read = conversion.read(sources, converts=True)
     if isinstance(read, DialectReading) and read.unfilled:
         needed = {name for _, names in read.unfilled for name in names}
         given = {name: value for name, value in ARGUMENTS.items() if name in needed}
         sources = Sources(config=file, environ={}, training_arguments=given)
-        read = reader.read(sources, converts=True)
+        read = conversion.read(sources, converts=True)
     assessment = assess(replace(sources, converted=read))
     read = read or accelerate_file.read(sources)
     assert read is not None

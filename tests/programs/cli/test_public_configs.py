@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from hf_fsdp_plugin.sources.interface import Sources
 from hf_fsdp_plugin.sources.tree import ConfigFile
-from hf_fsdp_plugin.tools.convert.dialects import reader
+from hf_fsdp_plugin.tools.convert import conversion
 from scripts.bench.measure.public_configs import TITLES, convert, count_keys, load_facts, write_configs
 
 FACTS = load_facts()
@@ -27,7 +27,7 @@ def test_no_key_of_a_public_config_is_lost(tmp_path):
 def test_key_without_outcome_is_counted_as_lost(tmp_path):
     path = tmp_path / "axolotl.yaml"
     path.write_text("base_model: m\nfsdp_version: 2\nfsdp_config: {offload_params: true}\n")
-    read = reader.read(Sources(config=ConfigFile.at(path), environ={}))
+    read = conversion.read(Sources(config=ConfigFile.at(path), environ={}))
     root = read.document.root.value
     assert count_keys(read, root, [])["lost"] == 0
     assert count_keys(replace(read, outcomes=read.outcomes[1:]), root, [])["lost"] == 1

@@ -15,7 +15,7 @@ from hf_fsdp_plugin.problems import MAX_SHOWN, CheckpointError, Problem
 from hf_fsdp_plugin.text import fit_table, format_table, printable
 from tests.support import saved
 from tests.support.merge_inputs import save as save_local
-from tests.unit.launcher.test_other_machines import met
+from tests.unit.launcher.test_rendezvous import met
 
 ESCAPES = "\x1b]0;pwn\x07\x9b31m\r\nfsdp: undamaged\x00\u202e"
 """A title and a color of a terminal, a forged line, and a mark that reverses text."""

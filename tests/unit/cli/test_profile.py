@@ -11,10 +11,10 @@ import pytest
 from hf_fsdp_plugin.cli import launch
 from hf_fsdp_plugin.cli.main import main, make_parser
 from hf_fsdp_plugin.problems import UsageError
-from hf_fsdp_plugin.tools.profile import files as profiling
+from hf_fsdp_plugin.tools.profile import run_profile as profiling
 from hf_fsdp_plugin.tools.profile import verb as profile
-from hf_fsdp_plugin.tools.profile.files import OPTIONS_VARIABLE, ProfileOptions, read_ranks, write_file
 from hf_fsdp_plugin.tools.profile.rank_profile import RankProfile, Times
+from hf_fsdp_plugin.tools.profile.run_profile import OPTIONS_VARIABLE, ProfileOptions, read_ranks, write_file
 from tests.support.json_schema import assert_valid
 
 

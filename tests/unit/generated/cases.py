@@ -52,14 +52,12 @@ class Expected:
         setting: ``None`` for a key that is not documented at its place.
         key: the key as written, which is the spelling of the origin.
         line: the line of the key in a file.
-        is_reported: whether a note states that the key has no value.
     """
 
     setting: Documented | None
     key: str
     verdict: Verdict
     line: int | None = None
-    is_reported: bool = True
 
 
 @dataclass
@@ -263,7 +261,7 @@ def argument(self: Builder) -> Case:
     if too_deep(raw):
         case.whole = frozenset({"FSDP-E055"})
     if raw is None or raw is False:  # the default of the argument
-        case.expected = [Expected(setting, key, NOT_SET, is_reported=False)]
+        case.expected = [Expected(setting, key, NOT_SET)]
     return case
 
 

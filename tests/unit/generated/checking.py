@@ -57,7 +57,7 @@ def disagreement(case: Case, folder: Path) -> str | None:
 
 def _incomplete(problem: Problem) -> str:
     """Whether a refusal lacks the place, the value or what is expected, or a remedy."""
-    if problem.origin is None:
+    if problem.origin is None and problem.code != "FSDP-E055":
         return "a refusal without a place"
     if not problem.fix:
         return "a refusal without a remedy"
@@ -81,13 +81,8 @@ def _compare(expected: Expected, assessment: Assessment, errors: list[Problem]) 
         return ""
     if answer == "not set":
         origins = [origin for origin in assessment.spec.origins.values() if origin.spelling == expected.key]
-        reported = (
-            not expected.is_reported
-            or setting is None
-            or any(p.origin and p.origin.spelling == expected.key for p in assessment.problems)
-        )
-        if own or origins or not reported:
-            return f"{about}; it is {'refused' if own else 'set' if origins else 'not reported'}: {own or origins}"
+        if own or origins:
+            return f"{about}; it is {'refused' if own else 'set'}: {own or origins}"
         return ""
     assert setting is not None
     if setting.kind == "options":

@@ -86,7 +86,6 @@ def test_oracle_imports_nothing_of_the_package() -> None:
         ("mesh.shard", -1, "config", accepted("auto")),
         ("mesh.pipeline", 2, "config", REFUSED),
         ("launch.mixed_precision", "fp8", "config", accepted("fp8")),
-        ("launch.main_process_ip", "host:29500", "config", REFUSED),
         ("training.fsdp", "hybrid shard, offload", "config", accepted({
             "launch.distributed_type": "FSDP", "sharding.strategy": "hybrid_shard", "offload.params": True,
         })),

@@ -37,7 +37,6 @@ APPLIED: list[Assignment] = [
     ({"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, "sharding.strategy", "shard_grad_op"),
     ({"reshard_after_forward": False}, "sharding.strategy", "shard_grad_op"),
     ({"backward_prefetch": BackwardPrefetch.BACKWARD_POST}, "prefetch.backward", "post"),
-    ({"backward_prefetch": None}, "prefetch.backward", "none"),
     ({"mixed_precision_policy": torch.bfloat16}, "precision.param", "bf16"),
     ({"mixed_precision_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}, "precision.reduce", "bf16"),
     ({"mixed_precision_policy": MixedPrecision(param_dtype=torch.bfloat16)}, "precision.param", "bf16"),
@@ -69,6 +68,7 @@ REFUSED = [
     ({"mixed_precision_policy": torch.float16}, "FSDP-E632"),
     ({"cpu_ram_efficient_loading": True}, "FSDP-E632"),
     ({"sharding_strategy": None}, "FSDP-E632"),
+    ({"backward_prefetch": None}, "FSDP-E632"),
     ({"sharding_strategy": "full_shrad"}, "FSDP-E101"),
     ({"activation_checkpointing_offload": True}, "FSDP-E140"),
 ]

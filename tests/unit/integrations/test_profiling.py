@@ -8,8 +8,8 @@ from torch import nn
 
 from hf_fsdp_plugin.integrations.patching import changes
 from hf_fsdp_plugin.problems import SpecError
-from hf_fsdp_plugin.tools.profile.files import ProfileOptions
 from hf_fsdp_plugin.tools.profile.run import Profiling, marks
+from hf_fsdp_plugin.tools.profile.run_profile import ProfileOptions
 
 
 @pytest.fixture

@@ -296,12 +296,13 @@ def test_mesh_without_fsdp_is_left_to_accelerate(assess: Callable[..., Any]) -> 
     assert [problem for problem in found.problems if problem.severity != "note"] == []
 
 
-def test_mesh_that_differs_from_a_given_spec_is_refused(rank: None) -> None:
+def test_mesh_overrides_a_given_spec(rank: None) -> None:
     config = {"distributed_type": "FSDP", "use_cpu": True, "fsdp_config": {"dp_shard_size": 2, "dp_replicate_size": 2}}
     spec = hfp.load_spec(config, environ={})
     same, other = (ParallelismConfig(dp_shard_size=2, dp_replicate_size=size) for size in (2, 4))
-    assert raised(lambda: hfp.accelerator(spec, parallelism_config=other)) == ["FSDP-E612"]
-    assert raised(lambda: hfp.accelerator(spec, parallelism_config=same)) == []
+    for given in (same, other):
+        made = hfp.accelerator(spec, parallelism_config=given)
+        assert made.state.fsdp_plugin.spec.mesh.replicate == given.dp_replicate_size
 
 
 # ---- applied ----

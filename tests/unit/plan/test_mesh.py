@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from torch import nn
 
-from hf_fsdp_plugin.plan.fsdp_plan import ProblemCollector
-from hf_fsdp_plugin.plan.resolve import resolve_mesh
+from hf_fsdp_plugin.plan.fsdp_plan import MeshPlan, ProblemCollector
+from hf_fsdp_plugin.plan.resolve import check_divided_layers, resolve_mesh
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec, LaunchSection, MeshSection, ShardingSection
 from hf_fsdp_plugin.spec.load import load_spec
@@ -140,3 +141,11 @@ def test_expert_size_must_divide_the_ranks_of_a_replica() -> None:
     assert ("FSDP-E138", "mesh.expert") in codes_of("full_shard", 8, expert=8, replicate=2)
     assert ("FSDP-E138", "mesh.expert") not in codes_of("full_shard", 8, expert=4, replicate=2)
     assert codes_of("full_shard", 6, context=2, tensor=2) == [("FSDP-E129", "mesh.shard")]
+
+
+@pytest.mark.parametrize(("mesh", "code"), [({"tensor": 2}, "FSDP-E207"), ({"expert": 2}, "FSDP-E207"), ({}, None)])
+def test_axis_without_a_plan_of_the_model_is_refused(mesh: dict[str, int], code: str | None) -> None:
+    collector = ProblemCollector(FsdpSpec())
+    check_divided_layers(MeshPlan(replicate=1, shard=2, **mesh), nn.Linear(2, 2), collector)
+    assert code in [None, *(problem.code for problem in collector.problems)]
+    assert bool(collector.problems) is bool(mesh)

@@ -90,7 +90,7 @@ def test_fsdp_config_alone_equals_whole_file(assess, shape, tmp_path):
         ({"base_model": "m", "fsdp_vresion": 2}, "FSDP-E020", "fsdp_vresion", "fsdp_version"),
         ({"fsdp_config": {"fsdp_state_dict_config": {"x": 1}}}, "FSDP-E025", "fsdp_state_dict_config", "objects"),
         ({"fsdp_config": {"final_state_dict_type": "FULL"}}, "FSDP-W026", "final_state_dict_type", "axolotl"),
-        ({"distributed_type": "FSDP", "fsdp_offload_params": True}, "FSDP-W021", "fsdp_offload_params", "fsdp_config"),
+        ({"distributed_type": "FSDP", "fsdp_offload_params": True}, "FSDP-E020", "fsdp_offload_params", "fsdp_config"),
         ({"distributed_type": "FSDP", "_description": "ours"}, "FSDP-N027", "_description", "comment"),
         ({"base_model": "m", "fsdp_version": 2}, "FSDP-N067", "", "axolotl"),
     ],
@@ -100,10 +100,6 @@ def test_key_without_meaning_is_reported(assess, config, code, spelling, part):
     assert (problem.code, problem.origin.spelling) == (code, spelling)
     assert part in str(problem)
     assert assess(config).ok is (problem.severity != "error")
-
-
-def test_fsdp_key_at_top_level_is_read(assess):
-    assert assess({"distributed_type": "FSDP", "fsdp_offload_params": True}).spec.offload.params
 
 
 def test_missing_file_directory_and_pipe_are_errors(codes, tmp_path):

@@ -12,8 +12,9 @@ from hf_fsdp_plugin.sources.interface import Sources, config_of
 from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.spec import load
 from hf_fsdp_plugin.spec.values import parse_settings
+from hf_fsdp_plugin.tools.convert import conversion
 from hf_fsdp_plugin.tools.convert.conversion import with_converted_config
-from hf_fsdp_plugin.tools.convert.dialects import accelerate, deepspeed, reader
+from hf_fsdp_plugin.tools.convert.dialects import accelerate, deepspeed
 from hf_fsdp_plugin.tools.convert.dialects.interface import DialectReading
 from hf_fsdp_plugin.vocabulary import canonical_setting
 
@@ -56,7 +57,7 @@ def zero(stage: int = 3, **keys: Any) -> dict[str, Any]:
 def reading(config: Any, *, arguments: dict[str, Any] | None = None, flags: tuple[str, ...] = ()) -> DialectReading:
     """Read a config as ``hf-fsdp convert`` does."""
     given = {"training_arguments": arguments or {}, "command_line": flags}
-    read = reader.read(Sources(config=config_of(config), environ={}, **given), converts=True)
+    read = conversion.read(Sources(config=config_of(config), environ={}, **given), converts=True)
     assert isinstance(read, DialectReading)
     return read
 
@@ -406,11 +407,11 @@ def test_config_of_fsdp_is_not_one_of_deepspeed(codes):
 
 def test_training_file_with_a_batch_size_is_not_deepspeed():
     file = {"output_dir": "out", "learning_rate": 1e-5, "train_batch_size": 8, "fsdp": "full_shard"}
-    read = reader.read(Sources(config=file, environ={}))
+    read = conversion.read(Sources(config=file, environ={}))
     assert read.dialect_of.name == "training_script"
 
 
-@pytest.mark.parametrize("dialect", reader.DIALECTS, ids=lambda dialect: dialect.name)
+@pytest.mark.parametrize("dialect", conversion.DIALECTS, ids=lambda dialect: dialect.name)
 def test_table_names_settings_and_reasons(dialect):
     table = dialect.table
     for row in table.rows.values():
@@ -468,7 +469,7 @@ def test_published_keys_of_deepspeed_are_known():
 def test_values_of_settings_are_parsed(tmp_path: Path):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(zero(mics_shard_size=8)))
-    read = reader.read(Sources(config=ConfigFile.at(path), environ={}))
+    read = conversion.read(Sources(config=ConfigFile.at(path), environ={}))
     assert read is not None
     typed = {setting.name: setting.value for setting in parse_settings(read).settings}
     assert typed["mesh.shard"] == 8 and typed["fsdp.version"] == 2

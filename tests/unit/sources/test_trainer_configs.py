@@ -6,7 +6,7 @@ import pytest
 
 from hf_fsdp_plugin.sources.interface import Sources
 from hf_fsdp_plugin.sources.tree import ConfigFile
-from hf_fsdp_plugin.tools.convert.dialects import reader
+from hf_fsdp_plugin.tools.convert import conversion
 from hf_fsdp_plugin.tools.convert.dialects.interface import leaves
 
 ZERO3 = {
@@ -29,7 +29,7 @@ def reading(tmp_path):
     def run(text, name="config.yaml", *, converts=False):
         path = tmp_path / name
         path.write_text(text)
-        read = reader.read(Sources(config=ConfigFile.at(path), environ={}), converts=converts)
+        read = conversion.read(Sources(config=ConfigFile.at(path), environ={}), converts=converts)
         errors = {p.origin.spelling for p in read.problems if p.severity == "error"}
         keys = [entry.key for _, entry in leaves(read.dialect_of.table, read.document.root.value)]
         recorded = {outcome.origin.spelling for outcome in read.outcomes}

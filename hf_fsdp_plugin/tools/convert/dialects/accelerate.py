@@ -55,7 +55,7 @@ def _add_own(reading: DialectReading, entry: ConfigEntry) -> None:
         kind = reading.text("distributed_type").upper()
         reading.contradicts(entry, f"and distributed_type is {kind}, which ignores it")
     elif entry.key != _SECTION:
-        reading.add_mapping([entry], ("launch", "training"), misplaced=("fsdp", "parallelism"))
+        reading.add_mapping([entry], ("launch", "training"))
 
 
 def _add_file(reading: DialectReading, entry: ConfigEntry) -> None:

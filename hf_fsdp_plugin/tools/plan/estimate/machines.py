@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from importlib.resources import files
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Literal
 
+import numpy as np
 import yaml
 
 from hf_fsdp_plugin.problems import Problem, SpecError
@@ -172,12 +172,8 @@ class Machine:
 
 def interpolate(curve: Curve, size: float) -> float:
     """Return the value at a size: linear between the points, and outside of them the value of the nearest point."""
-    if size <= curve[0][0]:
-        return curve[0][1]
-    for (x0, y0), (x1, y1) in pairwise(curve):
-        if size <= x1:
-            return y0 + (y1 - y0) * (size - x0) / (x1 - x0)
-    return curve[-1][1]
+    sizes, values = zip(*curve, strict=True)
+    return float(np.interp(size, sizes, values))
 
 
 def seconds_at(curve: Curve, size: float) -> float:
