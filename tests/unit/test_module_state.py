@@ -40,6 +40,7 @@ ATTRIBUTES: Final = {
     "integrations/transformers/private.py": "a mark of Transformers that is hidden for a call",
     "spec/load.py": "a config that was made from a spec",
     "torch_private/fsdp2.py": "a hook of this package",
+    "torch_private/functions.py": "a method of this package",
     "torch_private/modules.py": "a unit with its name",
 }
 """Modules that give an object of the user or of a library an attribute -> what it marks. A model has only its state."""

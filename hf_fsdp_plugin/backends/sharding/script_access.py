@@ -44,7 +44,7 @@ from hf_fsdp_plugin.torch_private.functions import CALLS_FORWARD, gradient_hooks
 from hf_fsdp_plugin.torch_private.modules import local_tensor, registrations
 
 _GATHERS = "_hf_fsdp_gathers"
-"""Attribute of a method of a sharded model whose calls gather the root themselves."""
+"""Attribute of a method of a sharded model that gathers the root itself."""
 _FIX = f"{ON_ALL_RANKS} Each rank may pass its own prompts."
 
 
@@ -227,7 +227,9 @@ class _Calls:
             return None
         self.discard_failed_backward()
         if not self._is_idle():
-            return None
+            # `generate` has entered it, and FSDP moves inputs only then. Transformers prepares the inputs of a forward
+            # on the device of the shards, which may be offloaded.
+            return self._on_device((args, kwargs)) if self._keeps_gathered and self._entered is None else None
         self._entered = module
         self._free_outdated()
         return None if module is self._root else self._enter(module, args, kwargs)
@@ -307,7 +309,7 @@ class _Calls:
                     self._found_gathered.append(unit)
 
     def wrap_generate(self, module: nn.Module, generate: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``generate`` that waits for all ranks at its first call, and frees everything at the end."""
+        """Return ``generate`` that gathers the root before the first token, and frees everything at the end."""
 
         @functools.wraps(generate)
         def gathered(*args: Any, **kwargs: Any) -> Any:
@@ -317,14 +319,38 @@ class _Calls:
             self._keeps_gathered = True
             try:
                 self._free_outdated()
+                with torch.no_grad():
+                    # It may read the root's own parameters before it calls a module. FSDP2's root leaves its forward
+                    # after the first token, and enters it again for each further token.
+                    args, kwargs = self._enter_with_tensors(module, args, kwargs)
                 return generate(*args, **kwargs)
             finally:
                 self._keeps_gathered = False
                 self._is_read = True
+                if not self._is_idle():
+                    with torch.no_grad():
+                        self._fsdp.after_forward(self._root, module, (), None)
                 free_gathered(self._root)
 
         setattr(gathered, _GATHERS, True)
         return gathered
+
+    def _enter_with_tensors(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Enter with the tensors among the arguments: FSDP would rebuild other objects to look for tensors in them."""
+        tensors = tuple(value for value in args if isinstance(value, torch.Tensor))
+        named = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
+        entered, entered_named = self._enter(module, tensors, named)
+        remaining = iter(entered)
+        positional = tuple(next(remaining) if isinstance(value, torch.Tensor) else value for value in args)
+        return positional, {**kwargs, **entered_named}
+
+    def _on_device(self, inputs: Any) -> Any:
+        """Return inputs with the tensors in plain containers on the device of the forward."""
+        if isinstance(inputs, torch.Tensor):
+            return inputs.to(self._fsdp.compute_device(self._root))
+        if type(inputs) is tuple:
+            return tuple(map(self._on_device, inputs))
+        return {k: self._on_device(v) for k, v in inputs.items()} if type(inputs) is dict else inputs
 
     def _is_idle(self) -> bool:
         """Whether the root is neither in a forward nor in a backward."""

@@ -76,11 +76,13 @@ class RunReporter:
         if getattr(sys, "last_type", None) is not None:
             return
         announce_end()
-        if self._newest is not None and dist.is_initialized():
-            report_run(self._newest)
-        elif self._newest is not None:
-            print_once("no report: the process group was destroyed first. Call accelerator.end_training() before it.")
-            self.add_reported(self._newest)
+        if (newest := self._newest) is not None:
+            if dist.is_initialized():
+                report_run(newest)
+            else:
+                message = "the process group was destroyed first. Call accelerator.end_training() before it."
+                print_once(f"no report: {message}")
+            self.add_reported(newest)
         if self._unreported:
             runs = plural(len(self._unreported), "run")
             print_once(f"no report of {runs} before the last one. Call accelerator.end_training() after each run.")

@@ -21,6 +21,7 @@ from typing import Any, Final, Literal
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import find_labels
 
@@ -31,7 +32,7 @@ from hf_fsdp_plugin.checkpoint.names import TRAINER_PREFIX
 from hf_fsdp_plugin.integrations import patching, resuming
 from hf_fsdp_plugin.integrations.accelerate import run_report
 from hf_fsdp_plugin.integrations.accelerate.accelerator import is_left_to_transformers
-from hf_fsdp_plugin.integrations.accelerate.plugin import if_planned, planned_plugin
+from hf_fsdp_plugin.integrations.accelerate.plugin import if_planned, if_sharded, planned_plugin
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import attributes_in_block, current_run, session
@@ -311,6 +312,18 @@ class FsdpTrainingArguments(TrainingArguments):
     def __post_init__(self) -> None:
         patching.changes().install("accelerate", "transformers")
         super().__post_init__()
+
+
+@if_sharded
+def prediction_step(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Generate with the module inside FSDP1's wrapper, so that the Trainer does not gather the whole model.
+
+    It gathers unit by unit, as in a forward. The loss is computed by the wrapper, which is the first of ``args``.
+    """
+    if not isinstance(trainer.model, FullyShardedDataParallel):
+        return original(*args, **kwargs)
+    with attributes_in_block(trainer, model=trainer.model.module):
+        return original(*args, **kwargs)
 
 
 _NUM_ITEMS: Final = "num_items_in_batch"
