@@ -24,14 +24,12 @@ CACHES: Final = {
     "torch_private/fsdp2.py: installed_behavior": _INSTALLED,
     "tools/convert/dialects/interface.py: load_table": _FILE,
     "tools/convert/dialects/interface.py: load_yaml": _FILE,
-    "tools/convert/dialects/shell_script.py: _programs": _FILE,
     "tools/doctor/contract_probe.py: _tree_of": _INSTALLED,
     "tools/doctor/contract_probe.py: file_of": _INSTALLED,
     "tools/doctor/contract_probe.py: tested_hashes": _FILE,
     "tools/doctor/contract_probe.py: text_of": _INSTALLED,
     "tools/plan/estimate/machines.py: _table": _FILE,
     "tools/plan/estimate/memory/tracker.py: _attention_operators": _INSTALLED,
-    "tools/plan/output.py: _macros": _FILE,
 }
 """Cached functions of modules -> what alone decides their result."""
 ATTRIBUTES: Final = {
