@@ -296,7 +296,7 @@ def _odd_ranks(number: int, classes: Sequence[_Class]) -> tuple[tuple[int, ...],
     is_known = sum(each is not None for each in at) == 1
     odd = _ranks_of(each for each, found in zip(classes, at, strict=True) if found is None) if is_known else ()
     found = []
-    for most, few, before in ((*classes, at[0]), (*classes[::-1], at[-1])) if len(classes) == 2 else ():
+    for most, few, before in zip(classes, classes[::-1], at, strict=True) if len(classes) == 2 else ():
         if is_known and before is None:
             continue
         made = most.calls.since(number)

@@ -151,14 +151,15 @@ class ExitWatch:
             "Stop these threads in the script, or create them with daemon=True. "
             f"The run fails after {self._limit:g} seconds ({EXIT_LIMIT_VARIABLE})."
         )
+        if seconds >= min(time_limits.EXIT_NOTICE, self._limit) and not self._is_noticed:
+            self._is_noticed = True
+            self._notice(Problem(code="FSDP-W741", message=message, fix=fix))
         if seconds >= self._limit:
+            message = f"{message} They did not end in {self._limit:g} seconds."
             self._fail(Problem(code="FSDP-E742", rank=launched_rank(), message=message, fix=fix))
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
-        if seconds >= min(time_limits.EXIT_NOTICE, self._limit) and not self._is_noticed:
-            self._is_noticed = True
-            self._notice(Problem(code="FSDP-W741", message=message, fix=fix))
         return True
 
 

@@ -233,7 +233,7 @@ def _given_classes(tree: ModuleTree, problems: ProblemCollector) -> set[str]:
     if not absent:
         return set(matched)
     counts = tree.class_counts()
-    own = [name for name in no_split_classes(tree.model) if name in counts]
+    own = [name for name in no_split_classes(tree.model) if name in counts] or tree.repeated_classes()
     near = list(dict.fromkeys(filter(None, (nearest_word(name, counts, cutoff=0.7) for name in absent))))
     message = f"{type(tree.model).__name__} has no module of class {format_names([repr(name) for name in absent])}"
     if matched:
@@ -242,13 +242,8 @@ def _given_classes(tree: ModuleTree, problems: ProblemCollector) -> set[str]:
         problems.add("FSDP-W213", "wrap.classes", message, fix)
         return set(matched)
     message += f". It has {_counts_text(dict.fromkeys([*near, *own, *counts]), counts)}."
-    if near or own:
-        keep = ", or remove the key: the model declares its own layer classes." if own else "."
-        fix = f"Write {format_names(near or own[:1])}{keep}"
-    else:
-        classes = ",".join(tree.repeated_classes())
-        key = f"fsdp_transformer_layer_cls_to_wrap: {classes}" if classes else "fsdp_transformer_layer_cls_to_wrap"
-        fix = f"Set {key}, or use SIZE_BASED_WRAP with fsdp_min_num_params."
+    classes = ",".join(near or own) or "a class of these"
+    fix = f"Set fsdp_transformer_layer_cls_to_wrap: {classes}, or use SIZE_BASED_WRAP with fsdp_min_num_params."
     problems.add("FSDP-E214", "wrap.classes", message, fix)
     return set()
 
@@ -263,13 +258,11 @@ def _own_classes(tree: ModuleTree, problems: ProblemCollector) -> set[str]:
     declared = no_split_classes(tree.model)
     if matched := tree.present_classes().intersection(declared):
         return matched
-    repeated = tree.repeated_classes()
-    if repeated:
+    if repeated := tree.repeated_classes():
         counts = tree.class_counts()
-        absent = f"declares {format_names(declared)}, but has no such module"
-        reason = absent if declared else "declares no layer classes"
-        name, units = type(tree.model).__name__, _counts_text(repeated, counts)
-        message = f"{name} {reason}. Its repeated layers are units: {units}."
+        message = f"{type(tree.model).__name__} has none of the layer classes that it declares: "
+        message += f"{format_names(declared) or 'none'}. Its repeated layers are units: "
+        message += f"{_counts_text(repeated, counts)}."
         fix = "To wrap other layers, name them in fsdp_transformer_layer_cls_to_wrap. The model has "
         setting = "wrap.classes" if problems.spec.asked("wrap.classes") else "wrap.policy"
         problems.add("FSDP-N215", setting, message, f"{fix}{_counts_text(counts, counts)}.")

@@ -160,13 +160,6 @@ def resolve_mesh(world_size: int, local_world_size: int | None, problems: Proble
         message = f"a mesh with {mesh.replicate} replicas changes the strategy {strategy.name} to {hybrid.name}."
         problems.add("FSDP-N111", "sharding.strategy", message)
         strategy = hybrid
-    elif mesh.replicate == 1 and strategy is hybrid and num_data_ranks > 1:
-        why = "By default, parameters are sharded over the ranks of one machine, and all ranks are on one machine."
-        if spec.asked("mesh.shard") or spec.asked("mesh.replicate"):
-            why = f"The sizes of the mesh leave no second replica on {world_size} ranks."
-        message = f"{strategy.name} with one replica of {world_size} shards is the same as {plain.name}. {why}"
-        fix = "Set mesh.shard (parallelism_config_dp_shard_size) below the world size to get several replicas."
-        problems.add("FSDP-W205", "sharding.strategy", message, fix)
     return mesh, strategy.name
 
 

@@ -189,9 +189,9 @@ def test_checkpoint_of_an_adapter_is_undamaged(
     kind, shape = next(iter(manifest.parameters.values()))
     base = {"base_model.model.lm_head.base_layer.weight": (kind, shape), "base_model.model.norm.weight": (kind, shape)}
     model = read_stored_model(folder)
-    assert manifest_problems(model, None, replace(manifest, parameters={**manifest.parameters, **base})) == []
+    assert manifest_problems(model, replace(manifest, parameters={**manifest.parameters, **base})) == []
     lost = {**manifest.parameters, **base, "base_model.model.lm_head.lora_A.default.weight": (kind, shape)}
-    assert [p.code for p in manifest_problems(model, None, replace(manifest, parameters=lost))] == ["FSDP-E477"]
+    assert [p.code for p in manifest_problems(model, replace(manifest, parameters=lost))] == ["FSDP-E477"]
 
 
 def train_save_and_resume(output_dir: str, kind: str, **arguments: Any) -> dict[str, Any]:

@@ -166,14 +166,6 @@ def relative_slices(inner: Box, outer: Box) -> tuple[slice, ...]:
     return tuple(slice(offset - origin, offset - origin + size) for offset, size, origin in places)
 
 
-def flat_start(box: Box, shape: Sequence[int]) -> int | None:
-    """Return the index of the box's first element in a tensor of this shape if the box is one run, else ``None``."""
-    cut = next((dim for dim, size in enumerate(box.sizes) if size != 1), len(shape))
-    if any(size != full for size, full in zip(box.sizes[cut + 1 :], shape[cut + 1 :], strict=True)):
-        return None
-    return sum(offset * stride for offset, stride in zip(box.offsets, row_major(shape), strict=True))
-
-
 def count_uncovered(shape: Sequence[int], boxes: Iterable[Box]) -> int:
     """Return the number of elements of the tensor that are in no box. The boxes are parts of it that do not overlap."""
     return math.prod(shape) - sum(box.numel for box in boxes)

@@ -131,16 +131,6 @@ def read_stored_optimizer(checkpoint: Path, number: int = 0) -> StoredOptimizer 
     return None
 
 
-def read_weights(folder: Path, name: str) -> StoredModel | None:
-    """Return the tensors in the safetensors file ``name``, or in the shards that its index lists.
-
-    Returns ``None`` if neither exists. Raises the errors of :func:`read_stored_model`.
-    """
-    with _os_errors_as_problems(folder):
-        state = safetensors.read_safetensors(folder, name)
-    return None if state is None else state.as_model(folder, "full")
-
-
 @contextmanager
 def _os_errors_as_problems(checkpoint: Path) -> Iterator[None]:
     """Raise a ``CheckpointError`` if the checkpoint is not a folder, or if a file in it cannot be opened."""

@@ -12,9 +12,10 @@ import math
 import os
 import struct
 from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
@@ -64,7 +65,9 @@ def read_entries(
             header = json.loads(file.read(struct.unpack("<Q", head[:8])[0]))
         except (SafetensorError, ValueError) as error:
             size = os.fstat(file.fileno()).st_size
-            message = f"has {size} bytes, and is truncated, damaged or not a safetensors file ({error})."
+            required = _required_size(file)
+            needs = "it" if required is None else f"its header requires {required} bytes, and it"
+            message = f"has {size} bytes; {needs} is truncated, damaged or not a safetensors file ({error})."
             errors.refuse("FSDP-E453", path, message)
         begin = file.tell()
     if metadata is not None:
@@ -77,6 +80,16 @@ def read_entries(
             errors.refuse("FSDP-E453", path, f"has tensor {name!r} of the unknown element type {dtype!r}.")
         entries[name] = TensorEntry(dtype, tuple(entry["shape"]), begin + entry["data_offsets"][0])
     return entries
+
+
+def _required_size(file: BinaryIO) -> int | None:
+    """Return the size of a file by its header; ``None`` if the header is damaged."""
+    with suppress(ValueError, TypeError, KeyError, AttributeError, struct.error, OverflowError, RecursionError):
+        file.seek(0)
+        length = struct.unpack("<Q", file.read(8))[0]
+        header = json.loads(file.read(min(length, os.fstat(file.fileno()).st_size)))
+        return 8 + int(length) + max(entry["data_offsets"][1] for name, entry in header.items() if name[:2] != "__")
+    return None
 
 
 def read_weight_map(root: Path, index: Path) -> dict[str, set[str]]:

@@ -115,11 +115,12 @@ class CaseRunner:
 
     def _measure_peak(self, loop: Loop, held: int) -> dict[str, Any]:
         """Make a step, and return the largest peak of all ranks above `held`; ``None`` on the CPU."""
-        if self._on_cpu:
-            return {"peak_bytes": None, "peak_source": None}
-        self._memory.reset_peak_memory_stats()
+        if not self._on_cpu:
+            self._memory.reset_peak_memory_stats()
         loop.step(self._batch(0))
         self._table.synchronize()
+        if self._on_cpu:
+            return {"peak_bytes": None, "peak_source": None}
         grown = torch.tensor(max(0, int(self._memory.max_memory_allocated()) - held))
         dist.all_reduce(grown, dist.ReduceOp.MAX)
         return {"peak_bytes": int(grown), "peak_source": self._table.peak_source}

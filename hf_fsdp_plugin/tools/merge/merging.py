@@ -142,10 +142,7 @@ class _Job:
         # The manifest describes the first of several models.
         self.model_manifest = self.manifest if options.number == 0 else None
         if self.model_manifest is not None:
-            problems = manifest_problems(self.model, None, self.model_manifest)
-            # The manifest of an adapter also lists the parameters of the base model.
-            tolerated = {"FSDP-E478", "FSDP-E477"} if file_names.is_adapter(self.model.tensors) else {"FSDP-E478"}
-            raise_if_any([problem for problem in problems if problem.code not in tolerated])
+            raise_if_any(manifest_problems(self.model, self.model_manifest))
         ties = self.manifest.ties if self.manifest is not None else ()
         self.plan = output.plan_merge(self.model, ties, dtype=options.dtype, max_shard_size=options.max_shard_size)
         self.result = Merged(

@@ -148,5 +148,5 @@ def _contents_problems(
         }
         unlisted = [path for path in sorted(read) if path.relative_to(folder).as_posix() not in listed]
         problems += [unlisted_problem(path) for path in unlisted[:MAX_PROBLEMS]]  # a resume refuses them
-        problems += manifest_problems(model, optimizer, manifest)
+        problems += manifest_problems(model, manifest)
     return problems + (config_problems(model, folder) if config_check else [])

@@ -24,7 +24,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "train").write_text(SCRIPT)
     (tmp_path / "fsdp.yaml").write_text(CONFIG)
-    (tmp_path / "binary").write_bytes(b"\x7fELF\x00\x00")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -60,7 +59,6 @@ def launch(hf_fsdp: Callable) -> Callable[..., tuple[int, str, str]]:
         (["--report", "/proc/none/r.json", "train.py"], "--report /proc/none/r.json: "),
         (["x" * 5000], "no such script"),
         (["fsdp.yaml"], "is a config, not a script"),
-        (["binary"], "is binary, not a Python script"),
         ([], "no script"),
     ],
     ids=lambda value: str(value)[:40],

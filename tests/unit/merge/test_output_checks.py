@@ -18,19 +18,9 @@ from tests.support import damages, saved
 from tests.support.merge_inputs import MODEL, TENSORS, assert_same, codes, read, tree
 
 
-@pytest.mark.parametrize(
-    ("parameters", "detail"),
-    [
-        ({"model.norm.weight": ("float32", (8,))}, "model.norm.weight .*float32 7.*float32 8.*FSDP-E479"),
-        ({"model.norm.weight": ("bfloat16", (7,))}, "float32 7.*bfloat16 7.*FSDP-E479"),
-        ({"model.gone": ("float32", ())}, r": model.gone\..*FSDP-E477"),
-    ],
-)
-def test_model_that_differs_from_the_manifest_is_refused(
-    parameters: dict[str, Any], detail: str, checkpoint: Path, out: Path
-) -> None:
-    saved.write_manifest(checkpoint, parameters=parameters)
-    with pytest.raises(CheckpointError, match=detail):
+def test_model_that_lacks_parameters_is_refused(checkpoint: Path, out: Path) -> None:
+    saved.write_manifest(checkpoint, parameters={"model.gone": ("float32", ())})
+    with pytest.raises(CheckpointError, match=r": model.gone\..*FSDP-E477"):
         merge(checkpoint, out, MergeOptions())
 
 

@@ -40,21 +40,8 @@ def test_hybrid_shards_over_the_ranks_of_a_machine(strategy: str) -> None:
     assert mesh_of(strategy, 16, launch=machines) == ((2, 8), strategy, [])
 
 
-def test_hybrid_with_one_replica_is_a_warning() -> None:
-    mesh, strategy, problems = mesh_of("hybrid_shard", 8)
-    assert (mesh, strategy) == ((1, 8), "hybrid_shard")
-    assert [problem.code for problem in problems] == ["FSDP-W205"]
-    assert "full_shard" in problems[0].message
-
-
-def test_reason_of_one_replica_names_what_was_written(assess) -> None:
-    config = {"fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD", "fsdp_version": 2}}
-    for sizes, reason in (({}, "all ranks are on one machine"), ({"dp_shard_size": 4}, "sizes of the mesh")):
-        spec = assess({**config, "parallelism_config": sizes}).spec
-        collector = ProblemCollector(spec)
-        resolve_mesh(4, None, collector)
-        (problem,) = (problem for problem in collector.problems if problem.code == "FSDP-W205")
-        assert reason in problem.message
+def test_hybrid_with_one_replica_is_kept() -> None:
+    assert mesh_of("hybrid_shard", 8) == ((1, 8), "hybrid_shard", [])
 
 
 def test_hybrid_on_one_machine_uses_the_given_sizes() -> None:

@@ -12,7 +12,6 @@ from hf_fsdp_plugin.checkpoint.formats.boxes import (
     Box,
     count_uncovered,
     flat_range,
-    flat_start,
     intersect,
     is_within,
     relative_slices,
@@ -44,18 +43,7 @@ def test_flat_range_is_contiguous_boxes_in_order(seed: int) -> None:
     boxes = flat_range(shape, start, stop)
     held = [elements(shape, box) for box in boxes]
     assert [number for part in held for number in part] == list(range(start, stop))
-    assert [flat_start(box, shape) for box in boxes] == [part[0] for part in held]
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_only_contiguous_boxes_have_a_flat_start(seed: int) -> None:
-    draw = random.Random(seed)
-    shape = some_shape(draw)
-    box = some_box(draw, shape)
-    held = elements(shape, box)
-    is_run = held == list(range(held[0], held[0] + len(held)))
-    assert flat_start(box, shape) == (held[0] if is_run else None)
 
 
 def test_uncovered_elements_are_counted() -> None:
@@ -82,6 +70,6 @@ def test_boxes_of_scalars_and_empty_tensors() -> None:
     assert flat_range((), 0, 1) == [Box((), ())]
     assert intersect(Box((), ()), Box((), ())) == Box((), ())
     assert (Box((), ()).numel, count_uncovered((), []), count_uncovered((), [Box((), ())])) == (1, 1, 0)
-    assert (count_uncovered((0, 3), []), flat_start(whole_box((0, 3)), (0, 3)), flat_range((0, 3), 0, 0)) == (0, 0, [])
+    assert (count_uncovered((0, 3), []), flat_range((0, 3), 0, 0)) == (0, [])
     assert row_major((2, 3, 4)) == (12, 4, 1)
     assert row_major(()) == ()
