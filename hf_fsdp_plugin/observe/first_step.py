@@ -42,6 +42,7 @@ class FirstStep:
         grads_bytes: bytes of the gradients on this rank just before the first optimizer step.
         autocast_dtypes: dtypes of autocast contexts around training forwards.
         num_steps: number of optimizer steps that have begun.
+        has_rate: whether a learning rate was not 0 in a step. One in a tensor is not read.
         num_evaluating: number of optimizer steps whose forwards all ran in eval mode, with gradients.
         native_checkpointing: whether Transformers' gradient checkpointing was enabled, at the steps that are examined.
         unreduced: names of units with gradients that an optimizer step ignored because they were not reduced.
@@ -65,6 +66,7 @@ class FirstStep:
     grads_bytes: int | None = None
     autocast_dtypes: set[torch.dtype] = field(default_factory=set)
     num_steps: int = 0
+    has_rate: bool = False
     num_evaluating: int = 0
     native_checkpointing: set[bool] = field(default_factory=set)
     unreduced: set[str] = field(default_factory=set)
@@ -94,6 +96,7 @@ class FirstStep:
         # Warm-up begins with a learning rate of 0. One in a tensor is not read, and without one the optimizer sets it.
         rates = [group.get("lr") for group in optimizer.param_groups]
         has_rate = any(rate is None or isinstance(rate, torch.Tensor) or rate for rate in rates)
+        self.has_rate |= has_rate
         num_optimized = len(parameters_in(optimizer))
         if num_optimized > self.num_optimized.get(optimizer, 0):
             self.num_optimized[optimizer] = num_optimized

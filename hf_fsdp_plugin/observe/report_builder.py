@@ -34,7 +34,7 @@ from hf_fsdp_plugin.observe.weights import optimizers_of, unwrapped_optimizer
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.text import format_names
+from hf_fsdp_plugin.text import format_names, plural
 
 _PACKAGES = ("torch", "transformers", "accelerate")
 
@@ -244,6 +244,10 @@ def check_training(run: ObservedRun, training: Mapping[str, Any], *, prepared: b
         message = f"{first_step.num_steps} optimizer steps have changed no weight of the model."
         fix = "Check that step() of the prepared optimizer updates the parameters of the prepared model."
         problems.append(Problem(code="FSDP-E510", message=message, fix=fix))
+    if first_step.num_steps and not first_step.has_rate:
+        steps = plural(first_step.num_steps, "optimizer step")
+        message = f"the learning rate was 0 in all {steps}: no weight was trained."
+        problems.append(Problem(code="FSDP-W519", message=message, fix="Check the learning rate and its schedule."))
     if first_step.num_evaluating and (mode_dependent := _mode_dependent(run.model)):
         message = f"the model was in eval mode in {first_step.num_evaluating} of {training['steps']} steps, in which "
         message += f"{format_names(mode_dependent, 2)} did not act as in training."

@@ -226,6 +226,11 @@ def added_before_prepare(accelerator: Any) -> None:
     accelerator.save_state(f"{tempfile.gettempdir()}/before")
 
 
+def no_rate(accelerator: Any) -> None:
+    model: Any = MODELS["llama"]()
+    _steps(accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.0)))
+
+
 def warm_up(accelerator: Any) -> None:
     model, optimizer = _prepared(accelerator)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda step: step / NUM_STEPS)
@@ -254,7 +259,7 @@ LOOPS = {
         unprepared_optimizer, optimizer_of_shards, no_step, evaluation, never_zeroed, zeroed_before_backward,
         zeroed_in_place, accumulated_by_hand, discriminator, penalty_on_shards, two_optimizers, with_frozen_reference,
         optimizer_in_backward, added_before_the_optimizer, replaced_before_the_optimizer, added_to_a_group,
-        added_for_an_unprepared_optimizer, added_and_saved, added_before_prepare, warm_up, rate_by_rank,
+        added_for_an_unprepared_optimizer, added_and_saved, added_before_prepare, no_rate, warm_up, rate_by_rank,
         one_group_without_rate,
     )
 }  # fmt: skip
@@ -389,6 +394,7 @@ def test_parameters_added_before_prepare_are_accepted(two_ranks: Ranks, version:
 @pytest.mark.parametrize(
     ("name", "warnings", "text"),
     [
+        ("no_rate", ["FSDP-W519"], "the learning rate was 0 in all 3 optimizer steps"),
         ("warm_up", [], ""),
         ("rate_by_rank", ["FSDP-W520"], "lr of AdamW differs by rank in step 1: 0.0001 on rank 0, 0.01 on rank 1"),
         ("one_group_without_rate", [], "changed, not model.layers.0."),

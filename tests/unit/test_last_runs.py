@@ -46,7 +46,7 @@ def test_set_is_stale_after_30_days(results: Path, date: str, reason: str) -> No
 def test_set_is_stale_after_a_change_of_its_code(results: Path) -> None:
     (results / "merge.json").write_text(json.dumps({"date": "2026-06-20"}))
     changes = [
-        ("2026-06-21T10:00:00+00:00", "hf_fsdp_plugin.tools.merge.merging.py"),
+        ("2026-06-21T10:00:00+00:00", "hf_fsdp_plugin/tools/merge/merging.py"),
         ("2026-06-21T10:00:00+00:00", "hf_fsdp_plugin/checkpoint_other.py"),
         ("2026-06-20T10:00:00+00:00", "hf_fsdp_plugin/checkpoint/names.py"),
     ]

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from hf_fsdp_plugin.checkpoint.checking.verify import Progress
 from hf_fsdp_plugin.cli.main import main
 from hf_fsdp_plugin.messages import progress_bar
+from hf_fsdp_plugin.tools.common import Progress
 from hf_fsdp_plugin.tools.verify.verification import verify
 
 
