@@ -50,7 +50,7 @@ class MemoryRow(ReportRow):
 
 _WIDTH = 100
 _MAX_LINES = 10
-_OF_RUN = tuple(f"FSDP-W{number}" for number in (505, 512, 516, 520))
+_OF_RUN = tuple(f"FSDP-W{number}" for number in (505, 512, 516, 519, 520))
 """Warnings about the trained model that are printed nowhere else."""
 
 
