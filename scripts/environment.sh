@@ -52,13 +52,19 @@ for package in json.load(sys.stdin)["install"]:
   echo "$wanted" >"$VENV/installed-$extras"
 }
 
-# Tests need g++, which compiles the simulated accelerator. In CI (CI=true), root installs it with apt-get. Elsewhere,
-# its tests are skipped.
+# Programs of the system that tests need: g++ compiles the simulated accelerator, chromium shows the pages of hf-fsdp plan.
+# In CI (CI=true), root installs them with apt-get. Elsewhere, their tests are skipped.
 install_programs() {
-  command -v g++ >/dev/null && return
-  if [ "${CI:-}" = true ] && [ "$(id -u)" -eq 0 ]; then
-    echo "installing g++"
-    apt-get update -qq && apt-get install -qq --no-install-recommends g++ >/dev/null && return
+  local missing=() program
+  for program in g++ chromium; do
+    command -v "$program" >/dev/null || missing+=("$program")
+  done
+  if [ ${#missing[@]} -eq 0 ]; then
+    return
   fi
-  echo "tests that need g++ are skipped. Install it with: apt-get install g++"
+  if [ "${CI:-}" = true ] && [ "$(id -u)" -eq 0 ]; then
+    echo "installing ${missing[*]}"
+    apt-get update -qq && apt-get install -qq --no-install-recommends "${missing[@]}" >/dev/null && return
+  fi
+  echo "tests that need ${missing[*]} are skipped. Install them with: apt-get install ${missing[*]}"
 }

@@ -57,7 +57,7 @@ VERBS: Final[Mapping[str, str]] = MappingProxyType(
 """Verb -> description. Its module is imported when the verb is called."""
 _OF_RUNTIME: Final = frozenset({"launch", "enable", "disable", "help"})
 """The verbs that start a run, and the help. All others are tools, each a folder in ``tools``."""
-TOOLS: Final = frozenset({"prompt_toolkit", "questionary"})
+TOOLS: Final = frozenset({"jinja2", "prompt_toolkit", "questionary"})
 """Libraries of the extra ``tools``, which some verbs import where they use them."""
 _WITHOUT_JSON: Final = frozenset({"completion", "help", "schema"})
 """Verbs that print a text of one form. All others have the flag ``--json``."""

@@ -53,6 +53,7 @@ REFUSED = (
 )
 """Commands that the documents show because their flags are refused."""
 OTHER_SITUATIONS: dict[str, str] = {
+    "FSDP-E833": {"plan.html": "pictures"},
     "FSDP-E003": "root may read each file",
     "FSDP-W494": "needs values that overflow: tests/unit/merge/test_merge.py",
     "FSDP-W629": "needs another version of the package: tests/programs/cli/test_enable.py",

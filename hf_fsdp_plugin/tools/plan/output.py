@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, colored, print_problems, print_result, text_width
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hf_fsdp_plugin.tools.plan.estimate.machines import Machine
+    from hf_fsdp_plugin.tools.plan.estimate.time import TimeModel
 
 _HEADROOM: Final = 0.9
 """Part of a device's memory from which a peak "just fits", if only allocated memory is predicted."""
@@ -53,12 +55,14 @@ class Prediction:
     """Everything that the verb predicts.
 
     Attributes:
-        time: ``None`` if no machine is given.
+        times: the counted operations of the step; ``None`` if no machine is given.
+        time: the time that these operations take; ``None`` if no machine is given.
     """
 
     planned: Planned
     memory: types.MemoryEstimate
     communication: Sequence[types.Collective]
+    times: TimeModel | None = None
     time: types.TimeEstimate | None = None
 
     @property
@@ -86,6 +90,7 @@ def predict(planned: Planned) -> Prediction:
         planned=planned,
         memory=memory,
         communication=tuple(estimate_communication(*subject, profile, sizes)),
+        times=times,
         time=times.estimate(machine) if times is not None and machine is not None else None,
     )
 
@@ -94,9 +99,14 @@ def print_prediction(args: argparse.Namespace, planned: Planned, problems: Itera
     """Print memory, communication and time. Returns 1 if it does not fit."""
     prediction = predict(planned)
     problems = [*problems, *host_problems(prediction)]
+    written = []
+    if args.html is not None:
+        from hf_fsdp_plugin.tools.plan.page import write_page
+
+        written = write_page(Path(args.html), prediction)
     if not args.json:
         print_problems(problem for problem in problems if problem.severity != "note")
-    print_result(args, plan_json(prediction, problems), plan_text(prediction))
+    print_result(args, plan_json(prediction, problems), "\n".join([plan_text(prediction), *written]))
     return PROBLEMS if prediction.fits is False else OK
 
 
@@ -144,7 +154,7 @@ def plan_text(prediction: Prediction) -> str:
     lines = [
         *wrap_words(_verdict(memory, planned.gpu_memory), width, ""),
         "",
-        *wrap_words(_subject(planned.plan, planned.workload), width, ""),
+        *wrap_words(subject_of(planned.plan, planned.workload), width, ""),
         "",
         _kinds_table(memory),
         *([] if memory.device is None else ["", _device_table(memory.device)]),
@@ -257,7 +267,7 @@ def _device_table(device: types.DeviceMemory) -> str:
     return format_table([("memory of a device", "size"), *rows], right=(1,))
 
 
-def _subject(plan: FsdpPlan, workload: types.Workload) -> str:
+def subject_of(plan: FsdpPlan, workload: types.Workload) -> str:
     sizes = {"replicas": plan.mesh.replicate, "shards": plan.mesh.shard, "context": plan.mesh.context,
              "tensor": plan.mesh.tensor}  # fmt: skip
     mesh = " × ".join(f"{size} {name}" for name, size in sizes.items() if size > 1 or name == "shards")

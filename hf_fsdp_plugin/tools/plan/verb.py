@@ -22,7 +22,7 @@ from hf_fsdp_plugin.problems import Origin, Problem, SpecError, UsageError, has_
 from hf_fsdp_plugin.sources.environment import default_config_file
 from hf_fsdp_plugin.tools.check import verb as check
 from hf_fsdp_plugin.tools.check.output import load_meta_model, plan_with_problems
-from hf_fsdp_plugin.tools.common import whole_number
+from hf_fsdp_plugin.tools.common import check_needs, whole_number
 from hf_fsdp_plugin.tools.convert.conversion import print_conversion
 from hf_fsdp_plugin.tools.plan.estimate.types import Attention, Optimizer, UpdateLoop, Workload
 from hf_fsdp_plugin.tools.plan.output import Planned, print_prediction
@@ -35,7 +35,7 @@ _DEFAULT_LENGTH: Final = 2048
 _QLORA_RANK: Final = 16
 _DEFAULTS: Final = ("full_shard auto_wrap", "precision.param=bf16")
 """Options of ``fsdp``, and a setting, that are used if the user sets none."""
-_NOT_ADVISED: Final = frozenset({"sync_each_batch", "device"})
+_NOT_ADVISED: Final = frozenset({"sync_each_batch", "device", "html", "force"})
 """Flags that have no effect with ``--advise``, and are refused, so that no flag is ignored silently."""
 _LARGEST: Final = 1 << 24
 
@@ -65,12 +65,16 @@ def run(args: argparse.Namespace) -> int:
     for name, flag in args.given.items():
         if args.advise and name in _NOT_ADVISED:
             raise UsageError(f"{flag} has no effect with --advise.")
+    check_needs(args, {"force": ["html"]})
     if args.model is None or len(names) > 1:
         raise UsageError("give --model, and at most one config.")
     problems: list[Problem] = []
     shown = None
+    if args.html is not None and not args.force and os.path.lexists(args.html):
+        fix = "Pass --force to overwrite it, or another name."
+        problems.append(Problem(code="FSDP-E833", message=f"{args.html} exists.", fix=fix))
     try:
-        planned, shown = _read_subject(args, names, problems)
+        planned, shown = (None, None) if problems else _read_subject(args, names, problems)
         if planned is not None and args.advise:
             from hf_fsdp_plugin.tools.plan.advise import print_advice
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import json
 import shutil
@@ -28,7 +29,7 @@ PLAN = {
     "micro_batch": "--micro-batch 4", "seq_len": "--seq-len 16384", "global_batch": "--global-batch 128",
     "accumulation": "--accumulation 4", "sync_each_batch": "--sync-each-batch", "optimizer": "--optimizer sgd",
     "update_loop": "--for-loop", "no_clip": "--no-clip", "attention": "--attention eager",
-    "gpu_memory": "--gpu-memory 1GiB", "machine": "--machine h100-sxm",
+    "gpu_memory": "--gpu-memory 1GiB", "machine": "--machine h100-sxm", "html": "--html out.html", "force": "--force",
     "device": "--device cpu", "advise": "--advise",
     "lora_rank": "--lora-rank 4", "qlora": "--qlora", "json": "--json", "model": "--model other",
 }  # fmt: skip
@@ -39,14 +40,14 @@ EFFECTLESS = {
     *("config_option", "config_file", "fsdp", "fsdp_config", "overrides", "distributed_config"),
 }
 """Flags that are not compared in all pairs."""
-HIDDEN = {"update_loop", "no_clip"}
-"""Flags that do not change the peak of this model."""
-NEEDS = {"sync_each_batch": ["--accumulation 4"]}
+HIDDEN = {"update_loop", "no_clip", "force"}
+"""Flags that do not change the peak of this model, or whether a file is written."""
+NEEDS = {"force": ["--html out.html"], "sync_each_batch": ["--accumulation 4"]}
 
 
 @pytest.fixture
 def outcome(hf_fsdp: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, ...]]:
-    """Run ``hf-fsdp plan`` in a folder with a small Llama, and return everything that it prints."""
+    """Run ``hf-fsdp plan`` in a folder with a small Llama, and return everything that it prints and writes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     for name, layers in (("llama", 2), ("other", 3)):
@@ -60,7 +61,11 @@ def outcome(hf_fsdp: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
             code, out, error = hf_fsdp("plan", "--model", "llama", "fsdp.yaml", *words)
         except SystemExit as exit_:
             code, out, error = exit_.code, "", ""
-        return code, out, error
+        written = {}
+        for file in tmp_path.glob("out.*"):
+            written[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
+            file.unlink()
+        return code, out, error, tuple(sorted(written.items()))
 
     return run
 
@@ -77,7 +82,7 @@ def test_every_flag_of_plan_has_a_case() -> None:
 
 @pytest.mark.slow
 def test_flags_have_an_effect_on_the_advice(outcome: Any) -> None:
-    """A flag that is not refused changes the advice."""
+    """A flag that is not refused changes the advice, or what is written."""
     base = ["--advise", "--gpu-memory 80GB"]
     alone = outcome(*base)
     assert alone[0] == 0, alone
@@ -92,13 +97,13 @@ def test_flags_have_an_effect_on_the_advice(outcome: Any) -> None:
             refused.add(name)
         elif name not in HIDDEN:
             assert found != before, name
-    assert "device" in refused
+    assert {"device", "html"} <= refused
 
 
 @pytest.mark.slow
 def test_pairs_of_workload_flags_have_both_effects(outcome: Any) -> None:
-    names = [name for name in PLAN if name not in EFFECTLESS | {"advise"}]
-    names = [name for name in names if name not in ("qlora", "global_batch")]
+    names = [name for name in PLAN if name not in EFFECTLESS | {"advise", "force"}]
+    names = [name for name in names if name not in ("qlora", "global_batch", "html")]
     single = {name: outcome(PLAN[name], "--json") for name in names}
     base = outcome("--json")
     visible = [name for name in names if single[name] != base]
@@ -109,10 +114,15 @@ def test_pairs_of_workload_flags_have_both_effects(outcome: Any) -> None:
         assert both[0] == USAGE or both not in (single[one], single[other]), (one, other)
 
 
-@pytest.mark.parametrize("words", ["--advise --sync-each-batch", "--advise --device cpu"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--force", "--advise --html out.html", "--advise --sync-each-batch", "--advise --device cpu",
+    ],
+)  # fmt: skip
 def test_flags_without_an_effect_are_refused(outcome: Any, words: str) -> None:
-    code, out, error = outcome(words)
-    assert code == USAGE and "hf-fsdp plan: --" in error and not out
+    code, out, error, written = outcome(words)
+    assert code == USAGE and "hf-fsdp plan: --" in error and not out and not written
 
 
 CHECKPOINT_FLAGS = {

@@ -248,3 +248,19 @@ def test_advised_config_of_several_machines_is_valid(plan):
     assert (config["num_machines"], config["num_processes"], config["machine_rank"]) == (2, 16, 0)
     assert config["main_process_ip"] == "ADDRESS" and config["main_process_port"] == 29500
     assert "# on the other machines: 1 to 1" not in text and "# on the other machine: 1" in text
+
+
+def test_pictures_are_written_and_not_overwritten(plan, tmp_path):
+    argv = "--model llama --config fsdp.yaml --seq-len 128 --html plan.html --json"
+    assert plan(argv)[0] == 0
+    page = (tmp_path / "plan.html").read_text()
+    again = plan(argv)
+    assert again[0] == 1
+    assert codes_of(again) == {"FSDP-E833"}
+    assert plan(f"{argv} --force --machine h100-sxm")[0] == 0
+    assert (tmp_path / "plan.html").read_text() != page
+
+
+def test_picture_in_a_missing_folder_is_a_problem(plan):
+    result = plan("--model llama --config fsdp.yaml --seq-len 128 --html nowhere/plan.html --json")
+    assert codes_of(result) == {"FSDP-E835"}

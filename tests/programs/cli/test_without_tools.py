@@ -70,3 +70,16 @@ def test_menus_of_config_say_what_to_install(environment: dict[str, str], tmp_pa
         assert terminal.end() == 2
     assert f"hf-fsdp config: questionary {REMEDY}" in terminal.text
     assert not (tmp_path / "fsdp.yaml").exists()
+
+
+def test_page_of_plan_says_what_to_install(environment: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128, '
+        '"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}'
+    )
+    words = ("plan", "--model", ".", "--world-size", "2", "--html", "plan.html")
+    done = run(environment, tmp_path, *words)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert done.stderr.endswith(f"hf-fsdp plan: jinja2 {REMEDY}\n") and "Traceback" not in done.stderr
+    assert not (tmp_path / "plan.html").exists()
+    assert run(environment, tmp_path, *words[:-2]).returncode == 0

@@ -44,6 +44,7 @@ class Span:
     """An interval of a stream, in seconds since the step began."""
 
     stream: Stream
+    what: str
     start: float
     end: float
 
@@ -60,11 +61,11 @@ class Timeline:
     spans: list[Span] = field(default_factory=list)
     free: dict[Stream, float] = field(default_factory=lambda: dict.fromkeys(get_args(Stream), 0.0))
 
-    def run(self, stream: Stream, seconds: float, after: float = 0.0) -> float:
+    def run(self, stream: Stream, what: str, seconds: float, after: float = 0.0) -> float:
         """Append a span that begins when the stream is free and not before ``after``. Return its end."""
         start = max(self.free[stream], after)
         if seconds > 0:
-            self.spans.append(Span(stream=stream, start=start, end=start + seconds))
+            self.spans.append(Span(stream=stream, what=what, start=start, end=start + seconds))
             self.free[stream] = start + seconds
         return start + seconds
 
@@ -79,7 +80,7 @@ class Timeline:
         for unit in units:
             issued = start if self.overlaps else self.free["compute"]
             ready = self._gather(unit.name, unit.gather_forward if gathers else 0.0, issued)
-            end = self.run("compute", unit.forward, ready)
+            end = self.run("compute", f"forward of {unit.name}", unit.forward, ready)
             self._exchange(unit.name, unit.exchange_forward, end)
             start = end - unit.forward if limited else start
 
@@ -90,28 +91,28 @@ class Timeline:
         for unit, preceding in zip(order, [*order[1:], None], strict=False):
             if ready is None:
                 ready = self._gather(unit.name, unit.gather_backward, self.free["compute"])
-            computed = self.run("compute", unit.backward, ready)
+            computed = self.run("compute", f"backward of {unit.name}", unit.backward, ready)
             end = self._exchange(unit.name, unit.exchange_backward, computed)
             ready = None
             if self.overlaps and prefetch != "none" and preceding is not None:
                 issued = computed - unit.backward if prefetch == "pre" else end
                 ready = self._gather(preceding.name, preceding.gather_backward, issued)
             if reduces and unit.reduce:
-                end = self.run("communication", unit.reduce, end)
+                end = self.run("communication", f"reduce-scatter of {unit.name}", unit.reduce, end)
             if reduces and unit.all_reduce:
-                end = self.run("all_reduce", unit.all_reduce, end)
+                end = self.run("all_reduce", f"all-reduce of {unit.name}", unit.all_reduce, end)
             if reduces and not self.overlaps:
                 self.free["compute"] = max(self.free["compute"], end)
 
     def _exchange(self, name: str, seconds: float, after: float) -> float:
         """Run the collectives of a unit's layers, for which the computation waits. Return their end."""
         if seconds:
-            self.free["compute"] = after = self.run("axes", seconds, after)
+            self.free["compute"] = after = self.run("axes", f"exchange of {name}", seconds, after)
         return after
 
     def _gather(self, name: str, seconds: float, issued: float) -> float:
         """Run an all-gather. Return its end; 0 if there is none."""
-        return self.run("communication", seconds, issued) if seconds else 0.0
+        return self.run("communication", f"all-gather of {name}", seconds, issued) if seconds else 0.0
 
 
 def simulate(
@@ -139,7 +140,7 @@ def simulate(
         timeline.backward(units, reduces=reduces, prefetch=plan.prefetch.backward)
         if reduces:
             timeline.wait_for_all()
-    timeline.run("compute", tail, timeline.wait_for_all())
+    timeline.run("compute", "update", tail, timeline.wait_for_all())
     return timeline
 
 
