@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from importlib.metadata import version as version_of
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -296,14 +296,27 @@ def check_installed_axes(mesh: MeshPlan, problems: ProblemCollector) -> None:
 
 
 def check_divided_layers(mesh: MeshPlan, model: nn.Module, problems: ProblemCollector) -> None:
-    """Check that a model has plans for the tensor and expert axes, and that Transformers can divide its layers."""
+    """Check that a model has plans for the tensor and expert axes, whose sizes divide its heads and experts."""
     check_installed_axes(mesh, problems)
-    for axis, size, plan in (("tensor", mesh.tensor, "tp_plan"), ("expert", mesh.expert, "ep_plan")):
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    axes = {
+        "tensor": (mesh.tensor, "tp_plan", ("num_attention_heads", "num_key_value_heads")),
+        "expert": (mesh.expert, "ep_plan", ("num_experts", "num_local_experts", "n_routed_experts")),
+    }
+    name = model_class_name(model)
+    for axis, (size, plan, counts) in axes.items():
+        setting = f"mesh.{axis}"
         if size > 1 and not getattr(model, plan, None):
-            message = f"mesh.{axis}={size}, but {model_class_name(model)} has no {plan}: Transformers does not know "
-            message += "how to divide its layers."
-            fix = f"Set mesh.{axis} to 1, or train a model of Transformers whose config has a base_model_{plan}."
-            problems.add("FSDP-E207", f"mesh.{axis}", message, fix)
+            message = (
+                f"{setting}={size}, but {name} has no {plan}: Transformers does not know how to divide its layers."
+            )
+            fix = f"Set {setting} to 1, or train a model of Transformers whose config has a base_model_{plan}."
+            problems.add("FSDP-E207", setting, message, fix)
+        for count, number in ((count, getattr(text, count, None)) for count in counts):
+            if isinstance(number, int) and number % size:
+                message = f"{setting}={size} does not divide the {count}={number} of {name}."
+                problems.add("FSDP-E208", setting, message, f"Set it to a divisor of {number}.")
 
 
 def _check_activation(spec: FsdpSpec, pre_sharded: bool, problems: ProblemCollector) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from torch import nn
 
@@ -136,3 +138,16 @@ def test_axis_without_a_plan_of_the_model_is_refused(mesh: dict[str, int], code:
     check_divided_layers(MeshPlan(replicate=1, shard=2, **mesh), nn.Linear(2, 2), collector)
     assert code in [None, *(problem.code for problem in collector.problems)]
     assert bool(collector.problems) is bool(mesh)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "setting"), [({"tensor": 4}, "mesh.tensor"), ({"tensor": 2}, None), ({"expert": 3}, "mesh.expert")]
+)
+def test_axis_that_does_not_divide_the_model_is_refused(sizes: dict[str, int], setting: str | None) -> None:
+    """The model has eight heads, two of keys and values, and eight experts."""
+    model = nn.Linear(2, 2)
+    model.tp_plan = model.ep_plan = {"layers.*": "colwise"}  # type: ignore[assignment]
+    model.config = SimpleNamespace(num_attention_heads=8, num_key_value_heads=2, num_local_experts=8)  # type: ignore
+    collector = ProblemCollector(FsdpSpec())
+    check_divided_layers(MeshPlan(replicate=1, shard=2, **sizes), model, collector)
+    assert [(each.code, each.setting) for each in collector.problems] == ([("FSDP-E208", setting)] if setting else [])
