@@ -77,33 +77,65 @@ def keep_samples_per_step(accelerator: Any, checkpoint: Path, saved: Mapping[str
         # Accelerate counts batches, and makes a step when the accumulation divides their number.
         accelerator.step = accelerator.step // saved["accumulation"] * accelerator.gradient_accumulation_steps
     now = batch_of(accelerator)
+    before, samples = saved.get("samples_per_step"), now.get("samples_per_step")
+    ratio = samples / before if before and samples else None
     schedulers, schedules = private.prepared_schedulers(accelerator), saved.get("schedules", ())
     further = [
         "the schedule of the learning rate is not the one that was saved"
         for scheduler, schedule in zip(schedulers, schedules, strict=False)
-        if not _keep_schedule(scheduler, schedule)
+        if not _keep_schedule(scheduler, schedule, ratio)
     ]
     if (problem := samples_problem(checkpoint, saved, now, further)) is not None:
         print_once(problem)
 
 
-def _keep_schedule(scheduler: Any, saved: Mapping[str, Any]) -> bool:
-    """Continue at the same place of a schedule. Return whether it is the same function of the optimizer steps.
+def _keep_schedule(scheduler: Any, saved: Mapping[str, Any], ratio: float | None) -> bool:
+    """Advance a scheduler as far in each step as before the restart.
 
-    A scheduler advances once for each rank in a step. The length of a ``LambdaLR``, such as all of
-    ``transformers.get_scheduler``, is the script's, which mostly multiplies it by the number of ranks.
+    torch's schedulers load their length from the checkpoint, and advance with the samples, as Accelerate has it. The
+    length of a ``LambdaLR``, such as all of ``transformers.get_scheduler``, is the script's. If the script has
+    multiplied it by the number of ranks, the scheduler continues at the same place of it, and advances as before.
+
+    Args:
+        ratio: samples of a step, now to before; ``None`` if unknown.
+
+    Returns:
+        Whether the schedule is the same function of the steps.
     """
     steps, before = _scheduler_steps(scheduler), saved["steps"]
     if steps == before:
         return True
-    if not _is_same(_factors(scheduler, steps), saved["factors"]):
-        return False
-    scheduler.scheduler.last_epoch = scheduler.scheduler.last_epoch * steps // before
-    return True
+    if _is_same(_factors(scheduler, steps), saved["factors"]):
+        scheduler.scheduler.last_epoch = scheduler.scheduler.last_epoch * steps // before
+        return True
+    wanted = steps if ratio is None else max(1, round(before * ratio))
+    if wanted != steps:
+        scheduler.split_batches = True  # one step of the scheduler for each call
+        scheduler.step = _Steps(scheduler, wanted)
+    return _is_same(_factors(scheduler, before), saved["factors"]) is not False
+
+
+class _Steps:
+    """Replaces ``AcceleratedScheduler.step`` of an object that has ``split_batches``.
+
+    Attributes:
+        num: steps of the scheduler in each optimizer step.
+    """
+
+    def __init__(self, scheduler: Any, num: int) -> None:
+        self._scheduler, self.num = scheduler, num
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        scheduler, inner = self._scheduler, self._scheduler.scheduler
+        for _ in range(self.num if scheduler.gradient_state.sync_gradients else 1):
+            if getattr(inner, "total_steps", None) is None or inner.last_epoch < inner.total_steps:
+                type(scheduler).step(scheduler, *args, **kwargs)
 
 
 def _scheduler_steps(scheduler: Any) -> int:
     """Return the number of steps of a prepared scheduler in each optimizer step."""
+    if isinstance(scheduler.step, _Steps):
+        return scheduler.step.num
     is_single = scheduler.split_batches or not scheduler.step_with_optimizer
     return 1 if is_single else dist.get_world_size()
 

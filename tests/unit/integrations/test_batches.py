@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from accelerate.data_loader import prepare_data_loader
 from accelerate.scheduler import AcceleratedScheduler
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils.data import DataLoader
 from transformers import get_scheduler
 
@@ -51,11 +51,11 @@ def test_restart_scales_accumulation_and_its_count(monkeypatch: pytest.MonkeyPat
     assert batch_of(resumed)["samples_per_step"] == 16
 
 
-@pytest.mark.parametrize(("length", "is_reported"), [(80, True), (40, False), (60, True)])
+@pytest.mark.parametrize(("length", "is_reported"), [(80, False), (40, False), (60, True)])
 def test_other_schedule_after_restart_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, length: int, is_reported: bool
 ) -> None:
-    """The schedule had 80 steps of the scheduler on four ranks: 40 on two ranks are the same one."""
+    """The schedule had 80 steps on four ranks: 80 are the same ones on two ranks, and so are 40."""
     saved = batch_of(loop(4, get_scheduler("linear", sgd(), 8, 80), monkeypatch))
     after = get_scheduler("linear", sgd(), length // 10, length)
     after.last_epoch = 24  # as in the checkpoint
@@ -63,4 +63,21 @@ def test_other_schedule_after_restart_is_reported(
     keep_samples_per_step(resumed, tmp_path, saved)
     assert ("FSDP-W434" in capsys.readouterr().err) is is_reported
     assert after.last_epoch == (12 if length == 40 else 24)
-    assert batch_of(resumed)["schedules"][0]["steps"] == 2
+    assert batch_of(resumed)["schedules"][0]["steps"] == (2 if length == 40 else 4)
+
+
+def test_restart_keeps_length_of_torch_scheduler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """``OneCycleLR`` loads its 40 steps, and raises at the step after them."""
+    before = OneCycleLR(sgd(), 1.0, total_steps=40)
+    saved = batch_of(loop(4, before, monkeypatch))
+    after = OneCycleLR(sgd(), 1.0, total_steps=20)
+    after.load_state_dict(before.state_dict())
+    resumed = loop(2, after, monkeypatch)
+    keep_samples_per_step(resumed, tmp_path, saved)
+    (scheduler,) = resumed._schedulers
+    steps = []
+    for _ in range(11):
+        scheduler.step()
+        steps.append(after.last_epoch)
+    assert steps == [*range(4, 41, 4), 40]
+    assert batch_of(resumed)["schedules"] == [{"steps": 4, "factors": None}]
