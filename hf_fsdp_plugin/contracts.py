@@ -1,9 +1,8 @@
 """Contracts: what this package relies on in other libraries without a promise of theirs.
 
-Each private name, attribute or behavior is one row of data: what is relied on, for what, and
-what happens without it. The rows are in ``torch_private/contracts.yaml``, and in
-``integrations/<library>/private.py``; replaced
-functions are rows of :mod:`hf_fsdp_plugin.integrations.hooks`. ``hf-fsdp doctor`` probes all rows on the installed
+Each private name, attribute or behavior is one row of data: what is relied on, for what, and what happens without it.
+The rows are in ``torch_private/contracts.yaml``, and in ``integrations/<library>/private.py``; replaced functions are
+rows of :mod:`hf_fsdp_plugin.integrations.hooks`. ``hf-fsdp doctor`` probes all rows on the installed
 versions.
 
 A row that does not hold ends neither in an ``AttributeError`` nor in a wrong result: the functions of these files raise
@@ -37,7 +36,8 @@ Without = Literal["off", "unobservable", "refused"]
 The code of the warning is FSDP-W621, that of the error FSDP-E620.
 """
 
-_LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_LOADER: Final = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
+"""All values are text: other loaders read ``off`` as false."""
 _DOCTOR: Final = "`hf-fsdp doctor` lists what does not hold."
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ from hf_fsdp_plugin.torch_private.functions import (
 
 WINDOW: Final = 32 << 20
 """Bytes of one window of page-locked memory."""
+_Key = TypeVar("_Key")
 _ALIGNMENT: Final = 64
 """Offsets in a window are multiples of this, which is enough for elements of every dtype."""
 
@@ -191,3 +192,15 @@ def copy_to_device(tensor: torch.Tensor, device: torch.device, windows: PinnedWi
     copied = torch.empty_like(tensor, device=device)
     windows.copy(copied, tensor)
     return copied
+
+
+def move_scalars(scalars: Mapping[_Key, torch.Tensor], device: torch.device) -> dict[_Key, torch.Tensor]:
+    """Return scalars on ``device``, with one copy per device and dtype: the host waits for no single one."""
+    groups: dict[tuple[torch.device, torch.dtype], dict[_Key, torch.Tensor]] = {}
+    for key, scalar in scalars.items():
+        groups.setdefault((scalar.device, scalar.dtype), {})[key] = scalar.detach()
+    moved: dict[_Key, torch.Tensor] = {}
+    for group in groups.values():
+        values = copy_to_device(torch.stack(list(group.values())), device, PinnedWindows())
+        moved.update(zip(group, (value.clone() for value in values), strict=True))
+    return moved

@@ -74,7 +74,7 @@ def read_activation_offload(run: ObservedRun) -> ObservedValue:
     """Read whether the activations of all planned units are offloaded."""
     wrappers = [module for module in run.model.modules() if isinstance(module, ActivationWrapper)]
     offloaders = [wrapper for wrapper in wrappers if not isinstance(wrapper, CheckpointWrapper)]
-    found = sum("forward" not in vars(wrapper) for wrapper in offloaders)
+    found = sum(map(functions.calls_own_forward, offloaders))
     planned = len(run.chosen)
     if 0 < found < planned:
         return differing_value(f"in {found} of {planned} units")

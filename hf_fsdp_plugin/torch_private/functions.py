@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
+from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -111,9 +112,13 @@ def runs_in_backward(node: torch.autograd.graph.Node) -> bool:
 def uses_torch_checkpoint(wrapper: CheckpointWrapper) -> bool:
     """Return whether the wrapper still calls torch's ``checkpoint``."""
     function = getattr(wrapper.checkpoint_fn, "func", None)
-    forward = vars(wrapper).get("forward")
-    calls_own = forward is None or hasattr(forward, CALLS_FORWARD)
-    return function is torch.utils.checkpoint.checkpoint and calls_own
+    return function is torch.utils.checkpoint.checkpoint and calls_own_forward(wrapper)
+
+
+def calls_own_forward(module: nn.Module) -> bool:
+    """Return whether calls of a module run the ``forward`` of its class."""
+    forward = vars(module).get("forward")
+    return forward is None or hasattr(forward, CALLS_FORWARD)
 
 
 def checkpoint_keywords(wrapper: CheckpointWrapper) -> dict[str, Any]:

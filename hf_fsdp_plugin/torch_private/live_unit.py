@@ -77,13 +77,14 @@ class LiveUnit:
         self, version: Literal[1, 2], *, is_root: bool, parts: Sequence[tuple[Any, Facts]], rows: tuple[Contract, ...]
     ) -> None:
         self.version, self.is_root, self.source = version, is_root, parts[-1][0]
-        self._parts, self._rows = [(self, _OF_HELD), *parts], rows
+        self._parts, self._rows = parts, rows
 
     def __getattr__(self, name: str) -> Any:
         if name not in _DEFAULTS:
             raise AttributeError(name)
         error: ContractError | None = None
-        for source, facts in reversed(self._parts):
+        # Without a reference to itself, the tensors are freed with the last reference, not by the garbage collector.
+        for source, facts in reversed([(self, _OF_HELD), *self._parts]):
             if name in facts:
                 try:
                     vars(self)[name] = value = facts[name](source)

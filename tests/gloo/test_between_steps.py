@@ -75,7 +75,6 @@ FORWARDS: dict[str, Callable[[Any], Any]] = {
 CLIPS: dict[str, Callable[[Any, Any], Any]] = {
     "norm": lambda accelerator, parameters: accelerator.clip_grad_norm_(parameters, 0.1),
     "torch": lambda accelerator, parameters: torch.nn.utils.clip_grad_norm_(parameters, 0.1),
-    "value": lambda accelerator, parameters: accelerator.clip_grad_value_(parameters, 1e-4),
     "by hand": lambda accelerator, parameters: [p.grad.mul_(0.1) for p in parameters if p.grad is not None],
 }
 

@@ -297,7 +297,9 @@ def test_ranks_of_other_launchers_save_and_start_again(tmp_path: Path, launcher:
     accelerate = [str(Path(sys.executable).with_name("accelerate")), "launch", "--config_file", "fsdp.yaml"]
     command = torch_run if launcher == "torchrun" else accelerate
     process = subprocess.Popen(
-        [*command, "--max_restarts", "1", "train.py"], cwd=tmp_path, env=environment(tmp_path), text=True,
+        [*command, "--max_restarts", "1", "train.py"], cwd=tmp_path, text=True,
+        # torch would give both attempts one store, in which a rank may read the address of a peer that has ended.
+        env=environment(tmp_path, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     os.kill(int(wait_for(tmp_path / "ready_1")), signal.SIGUSR1)

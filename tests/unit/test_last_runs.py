@@ -100,4 +100,4 @@ def test_whole_run_of_slow_tests_is_recorded(
 
 def test_row_of_a_set_is_the_one_of_its_benchmark() -> None:
     assert isinstance(MERGE, RunSet) and MERGE.command == "python -m scripts.bench merge"
-    assert MERGE.code == ("hf_fsdp_plugin/checkpoint", "scripts/bench/measure/merge.py")
+    assert MERGE.code == ("hf_fsdp_plugin/checkpoint", "hf_fsdp_plugin/tools/merge", "scripts/bench/measure/merge.py")

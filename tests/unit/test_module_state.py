@@ -20,6 +20,7 @@ CACHES: Final = {
     "checkpoint/writing/dcp_files.py: _frame": "its arguments and the installed torch",
     "hangs/python_stacks.py: _library_roots": _INSTALLED,
     "integrations/patching.py: _replacement": "a function of the package",
+    "tools/plan/page.py: _macros": _FILE,
     "tools/convert/dialects/interface.py: load_table": _FILE,
     "tools/convert/dialects/interface.py: load_yaml": _FILE,
     "tools/doctor/contract_probe.py: _tree_of": _INSTALLED,

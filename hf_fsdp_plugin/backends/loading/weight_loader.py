@@ -1,7 +1,7 @@
 """Prepare parameters and buffers for sharding: allocate, broadcast from rank 0, cast.
 
 Parameters that all ranks have mapped from equal files (:mod:`hf_fsdp_plugin.backends.loading.equal_weights`) are not
-broadcast: each rank reads them itself.
+broadcast: each rank copies its own part of them only to an accelerator, which casts it.
 
 This implements ``sync_module_states`` and, after rank 0 has loaded the model, the broadcast of
 ``cpu_ram_efficient_loading``. One unit is broadcast at a time, so a rank holds at most one whole unit on its device.
@@ -29,6 +29,8 @@ from hf_fsdp_plugin.torch_private.modules import buffers as own_buffers
 from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
 from hf_fsdp_plugin.torch_private.modules import registrations
 
+Places = dict[tuple[nn.Module, str], torch.Tensor]
+"""Module and attribute of a parameter -> its whole values in host memory, of which each rank copies its part."""
 _PACKS_ON_CPU = "support_avx512bf16_for_cpu"
 """Attribute of ``Linear4bit``: whether an evaluation on a CPU repacks the weight in place."""
 
@@ -109,13 +111,35 @@ class WeightLoader:
                     registered[name] = self._broadcast(buffer)
         _prepare_quantized(self._plan, self._model, self._device)
 
-    def prepare_unit(self, unit: UnitPlan) -> None:
-        """Allocate, broadcast and cast the parameters of one unit before it is sharded."""
+    def prepare_unit(self, unit: UnitPlan) -> Places:
+        """Allocate, broadcast and cast the parameters of one unit before it is sharded.
+
+        Returns:
+            The parameters that have memory on the device, but no values yet: pass their parts to :meth:`copy_part`.
+        """
+        whole: dict[int, torch.Tensor] = {}
         for parameter in self._prepare_parameters(unit.parameters):
             # The optimizer updates the shards: in bf16, small updates would be lost.
             dtype = self._plan.precision.stored_dtype(parameter)
-            if parameter.dtype != dtype:
+            if self._device.type != "cpu" and equal_weights.is_plain_on_cpu(parameter) and parameter.is_contiguous():
+                whole[id(parameter)] = parameter.data
+                parameter.data = torch.empty_like(parameter.data, dtype=dtype, device=self._device)
+            elif parameter.dtype != dtype:
                 parameter.data = parameter.data.to(dtype)
+        return {
+            (module, attribute): whole[id(parameter)]
+            for module in (self._model.modules() if whole else ())
+            for attribute, parameter in own_parameters(module).items()
+            if id(parameter) in whole
+        }
+
+    @torch.no_grad()
+    def copy_part(self, shard: torch.Tensor, part: torch.Tensor) -> None:
+        """Copy this rank's part of a whole parameter to its shard, which is in host memory if it is offloaded."""
+        if shard.device.type == "cpu":
+            shard.copy_(part)
+        elif part.numel():
+            self._windows.copy(shard, part)
 
     def prepare_ignored(self) -> list[nn.Parameter]:
         """Move the ignored parameters to the device, which FSDP does not do, and average their gradients in hooks.
@@ -145,7 +169,6 @@ class WeightLoader:
                 continue
             self._mapped.remove(id(parameter))
             self.record.num_from_files += 1
-            parameter.data = self._on_device(parameter.data)
         return parameters
 
     def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,10 @@ Buffers that a forward changes, such as the statistics of BatchNorm, differ betw
 buffers to all ranks before every forward. Here they are sent only before they are used: before the first forward of an
 evaluation, and before a save. So a rank's own statistics are never used or stored. Buffers that are not in the state
 dict are constants and caches, and are not sent.
+
+Dicts: FSDP copies the containers of its inputs when it moves or casts tensors. Models and losses of
+sentence-transformers exchange values through the dict of features, which each module extends. Entries that a model adds
+to a dict of its inputs, or removes, are added to the caller's dict, or removed.
 """
 
 from __future__ import annotations
@@ -371,3 +375,48 @@ def send_buffers(model: nn.Module) -> None:
         received = buffer.clone(memory_format=torch.contiguous_format)
         dist.broadcast(received, 0)
         buffer.copy_(received)
+
+
+def return_changed_inputs(model: nn.Module) -> None:
+    """Apply what the forward of a sharded model changes in dicts of its inputs to the dicts of the caller.
+
+    Must be called after all other hooks are registered.
+    """
+    changes, inner = _Changes(model), unwrapped(model)
+    for module in {model, inner}:  # under FSDP1, the module in the wrapper may be called directly
+        module.register_forward_pre_hook(changes.called, prepend=True, with_kwargs=True)
+    inner.register_forward_pre_hook(changes.entered, with_kwargs=True)
+    inner.register_forward_hook(changes.left, always_call=True)
+
+
+class _Changes:
+    """The dicts of one forward: those of the caller, those of the model, and what these contained before."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._given: list[dict[Any, Any]] = []
+        self._seen: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+
+    def called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # A forward of the root that has failed may have left its dicts.
+        if (module is self._root or not self._given) and not torch.compiler.is_compiling():
+            self._given = _dicts(args, kwargs)
+
+    def entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._seen = [(seen, dict(seen)) for seen in _dicts(args, kwargs)] if self._given else []
+
+    def left(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        given, self._given = self._given, []
+        seen, self._seen = self._seen, []
+        for caller, (changed, before) in zip(given, seen, strict=False):
+            if caller is changed:
+                continue
+            for key in before.keys() - changed.keys():
+                caller.pop(key, None)
+            for key, value in changed.items():
+                if key not in before or before[key] is not value:
+                    caller[key] = value  # outputs of Transformers are dicts that have no update
+
+
+def _dicts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[dict[Any, Any]]:
+    return [value for value in (*args, *kwargs.values()) if isinstance(value, dict)]

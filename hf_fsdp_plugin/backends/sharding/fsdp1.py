@@ -9,13 +9,19 @@ from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from hf_fsdp_plugin.backends.loading.weight_loader import WeightLoader
+from hf_fsdp_plugin.backends.loading.weight_loader import Places, WeightLoader
 from hf_fsdp_plugin.backends.sharding.forwards import cast_inputs_of
 from hf_fsdp_plugin.backends.torch_types import cast_floats, device_mesh
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, UnitPlan, torch_dtype
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.strategies import STRATEGIES
-from hf_fsdp_plugin.torch_private.fsdp1 import allow_gradients_of_compute_dtype, reduce_after_any_forward
+from hf_fsdp_plugin.torch_private.fsdp1 import (
+    allow_gradients_of_compute_dtype,
+    flat_parameter,
+    local_shard,
+    original_parameters,
+    reduce_after_any_forward,
+)
 from hf_fsdp_plugin.torch_private.modules import replace_module
 
 _ONE_DTYPE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -32,9 +38,11 @@ def apply_fsdp1(plan: FsdpPlan, model: nn.Module, device: torch.device, loader: 
     ignored = loader.prepare_ignored()
     kwargs = _constructor_arguments(plan, device)
     compute_dtype = torch_dtype(plan.precision.param)
+    in_root: Places = {}
     for unit in plan.units:
-        loader.prepare_unit(unit)
+        whole = loader.prepare_unit(unit)
         if unit.modules == ("",):
+            in_root = whole
             continue
         # The other units receive activations, which have the compute dtype already.
         input_dtype = compute_dtype if _may_receive_other_dtypes(plan, unit, model) else None
@@ -43,9 +51,11 @@ def apply_fsdp1(plan: FsdpPlan, model: nn.Module, device: torch.device, loader: 
             inside = {id(parameter) for parameter in module.parameters()}
             ignored_inside = [parameter for parameter in ignored if id(parameter) in inside]
             wrapped = FSDP(module, ignored_states=ignored_inside, **kwargs)
+            _fill(wrapped, whole, loader)
             cast_inputs_of(wrapped, input_dtype)
             replace_module(model, module, wrapped)
     root = FSDP(model, ignored_states=ignored, **kwargs)
+    _fill(root, in_root, loader)
     cast_inputs_of(root, compute_dtype)
     output_dtype = torch_dtype(plan.precision.output)
     if output_dtype is not None:  # FSDP1 has no argument like FSDP2's ``output_dtype``
@@ -53,6 +63,14 @@ def apply_fsdp1(plan: FsdpPlan, model: nn.Module, device: torch.device, loader: 
     allow_gradients_of_compute_dtype(root)
     reduce_after_any_forward(root)
     return root
+
+
+def _fill(unit: FSDP, whole: Places, loader: WeightLoader) -> None:
+    flat = flat_parameter(unit)
+    for member in original_parameters(flat) if flat is not None else ():
+        if (values := whole.get((member.module, member.attribute))) is not None:
+            shard = local_shard(flat).narrow(0, member.offset, member.stop - member.start)
+            loader.copy_part(shard, values.view(-1)[member.start : member.stop])
 
 
 def _may_receive_other_dtypes(plan: FsdpPlan, unit: UnitPlan, model: nn.Module) -> bool:

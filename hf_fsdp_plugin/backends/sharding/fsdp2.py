@@ -13,12 +13,14 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_plugin.backends.loading.weight_loader import WeightLoader, cast_buffers
+from hf_fsdp_plugin.backends.loading.weight_loader import Places, WeightLoader, cast_buffers
 from hf_fsdp_plugin.backends.sharding.forwards import cast_inputs_of, fp32_ids
 from hf_fsdp_plugin.backends.torch_types import device_mesh
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, torch_dtype
 from hf_fsdp_plugin.torch_private import fsdp2 as private
-from hf_fsdp_plugin.torch_private.modules import registrations
+from hf_fsdp_plugin.torch_private.functions import compute_local_shape_and_global_offset
+from hf_fsdp_plugin.torch_private.modules import local_tensor, registrations
+from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
 
 
 def apply_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device, loader: WeightLoader) -> nn.Module:
@@ -34,7 +36,7 @@ def apply_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device, loader: 
         "ignored_params": set(loader.prepare_ignored()),
     }
     for unit in plan.units:
-        loader.prepare_unit(unit)
+        whole = loader.prepare_unit(unit)
         modules = [model.get_submodule(name) for name in unit.modules]
         fully_shard(
             modules if len(modules) > 1 else modules[0],
@@ -44,6 +46,7 @@ def apply_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device, loader: 
             ),
             **kwargs,
         )
+        _fill(whole, loader)
         for module in modules:
             cast_inputs_of(module, torch_dtype(plan.precision.param))
     if not isinstance(model, FSDPModule):
@@ -54,6 +57,18 @@ def apply_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device, loader: 
     model.register_forward_pre_hook(lambda model, args: private.keep_requires_grad(model), prepend=True)
     _set_prefetch_and_no_sync(plan, model)
     return model
+
+
+@torch.no_grad()
+def _fill(whole: Places, loader: WeightLoader) -> None:
+    tensors: dict[int, tuple[Any, torch.Tensor]] = {}
+    for (module, attribute), values in whole.items():
+        sharded = own_parameters(module)[attribute]
+        tensors[id(sharded)] = (sharded, values)  # once, also if it is tied
+    for sharded, values in tensors.values():
+        shape, offset = compute_local_shape_and_global_offset(sharded.shape, sharded.device_mesh, sharded.placements)
+        part = values[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+        loader.copy_part(local_tensor(sharded), part)
 
 
 def adopt_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Module:

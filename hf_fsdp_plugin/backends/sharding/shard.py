@@ -119,6 +119,7 @@ def shard(
     mark_fsdp_managed(sharded)
     script_access.support_submodule_calls(sharded)
     forwards.support_mapping_outputs(sharded)
+    forwards.return_changed_inputs(sharded)
     script_access.refuse_copies(sharded)
     support_state_dicts(plan, sharded)
     script_access.warn_of_read_shards(sharded)

@@ -38,7 +38,7 @@ def damage_problem(path: Path, damaged: Sequence[FileRange], num_ranges: int, na
 
 
 _STEP = 4 << 20
-"""Bytes of a file that are read at once: few, so that they are hashed in the CPU cache. Blocks end at its multiples."""
+"""Maximum size in bytes of a block that is kept if a read needs a part of it. Larger ones are hashed in the file."""
 
 
 def files_of_checkpoint(checkpoint: Path, stored: StoredModel | StoredOptimizer, *, verify: bool) -> InputFiles:
@@ -93,28 +93,26 @@ class VerifiedFiles(InputFiles):
         self._records = {record.path: record for record in manifest.files}
         self._blocks: dict[str, Sequence[FileRange]] = {}
         self._checked: set[tuple[str, int]] = set()
+        self._kept: dict[tuple[str, int], memoryview] = {}
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()
+        self._kept.clear()
         self._checked.clear()
 
     def read(self, file: str, offset: int, out: memoryview) -> None:
         blocks = self.blocks_of(file)
         index = bisect_right(blocks, offset, key=attrgetter("stop"))
-        while out:
-            part = out[: _STEP - offset % _STEP]
-            stop = offset + len(part)
-            super().read(file, offset, part)
-            while index < len(blocks) and blocks[index].start < stop:
-                block = blocks[index]
-                if offset <= block.start and block.stop <= stop:
-                    self._compare(file, block, hash_bytes(part[block.start - offset : block.stop - offset]))
-                else:  # a part of the block: all of it is read again, from the page cache
-                    self.check_block(file, block)
-                if block.stop > stop:
-                    break
-                index += 1
-            offset, out = stop, out[len(part) :]
+        while out and index < len(blocks):
+            block = blocks[index]
+            part, out = out[: block.stop - offset], out[block.stop - offset :]
+            if len(part) == block.stop - block.start:
+                super().read(file, offset, part)
+                self._compare(file, block, hash_bytes(part))
+            else:
+                self._read_part(file, block, offset, part)
+            offset, index = block.stop, index + 1
+        super().read(file, offset, out)  # the file ended here when it was saved: an error, unless nothing is left
 
     def check_file(self, file: str) -> None:
         """Compare all bytes of a file."""
@@ -134,12 +132,29 @@ class VerifiedFiles(InputFiles):
         if (file, block.start) in self._checked:
             return
         if block.stop - block.start <= _STEP:
-            data = memoryview(bytearray(block.stop - block.start))
-            super().read(file, block.start, data)
-            self._compare(file, block, hash_bytes(data))
+            self._read_block(file, block)
         else:
             self._compare(file, block, hash_file(self._root / file, block.start, block.stop))
         self._checked.add((file, block.start))
+
+    def _read_part(self, file: str, block: FileRange, offset: int, out: memoryview) -> None:
+        """Read a part of a block. Its block is compared once, and kept until a part of another block is read."""
+        key = file, block.start
+        if key not in self._kept and key not in self._checked and block.stop - block.start <= _STEP:
+            self._kept = {key: self._read_block(file, block)}
+            self._checked.add(key)
+        if key in self._kept:
+            begin = offset - block.start
+            out[:] = self._kept[key][begin : begin + len(out)]
+        else:
+            self.check_block(file, block)
+            super().read(file, offset, out)
+
+    def _read_block(self, file: str, block: FileRange) -> memoryview:
+        data = memoryview(bytearray(block.stop - block.start))
+        super().read(file, block.start, data)
+        self._compare(file, block, hash_bytes(data))
+        return data
 
     def _compare(self, file: str, block: FileRange, found: str) -> None:
         if found != block.hash:

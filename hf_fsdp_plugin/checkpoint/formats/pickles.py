@@ -98,6 +98,15 @@ class Partial(Kept):
     """The placement of a DTensor on a mesh axis: a pending reduction."""
 
 
+class KeptArguments(tuple[Any, ...]):
+    """Stand-in for named tuples, and for calls of which all arguments are needed. A named tuple has to be a class."""
+
+    __slots__ = ()
+
+    def __new__(cls, *arguments: Any) -> KeptArguments:
+        return super().__new__(cls, arguments)
+
+
 class TensorMeta(NamedTuple):
     """A DTensor's global shape, strides and dtype."""
 
@@ -117,10 +126,6 @@ def _tensor(storage: PickledStorage, dtype: str, offset: int, size: Any, strides
 def _first(value: Any, *_: Any) -> Any:
     """Stand-in for calls of which only the first argument is needed: ``Parameter``, ``torch.device``, enums."""
     return value
-
-
-def _kept_arguments(*arguments: Any) -> Any:
-    return arguments
 
 
 def _from_type(_function: Any, kind: Any, arguments: Any, state: Any) -> Any:
@@ -170,7 +175,7 @@ ALLOWED: dict[str, dict[str, Any]] = {
         # for dtypes without a storage class: the storage is untyped, and the dtype is an argument
         "_rebuild_tensor_v3": lambda storage, *values: _tensor(storage, values[5], *values[:3]),
         **dict.fromkeys(("_rebuild_parameter", "_rebuild_parameter_with_state"), _first),
-        "_rebuild_wrapper_subclass": _kept_arguments,
+        "_rebuild_wrapper_subclass": KeptArguments,
     },
     "torch._tensor": {"_rebuild_from_type_v2": _from_type},
     f"{_DCP}.metadata": {
@@ -184,7 +189,7 @@ ALLOWED: dict[str, dict[str, Any]] = {
     f"{_DCP}.filesystem": {"_StorageInfo": Region},
     _TENSOR: {"DTensor": "DTensor"},
     f"{_TENSOR}._api": {"DTensor": "DTensor"},
-    f"{_TENSOR}._dtensor_spec": {"DTensorSpec": Kept, "TensorMeta": TensorMeta, "ShardOrderEntry": _kept_arguments},
+    f"{_TENSOR}._dtensor_spec": {"DTensorSpec": Kept, "TensorMeta": TensorMeta, "ShardOrderEntry": KeptArguments},
     f"{_TENSOR}.placement_types": {
         "Shard": Shard,
         "_StridedShard": StridedShard,

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.backends.optimizers.parameters import state_factory, step_mode
-from hf_fsdp_plugin.backends.torch_types import dtensor_like
+from hf_fsdp_plugin.backends.torch_types import dtensor_like, move_scalars
 from hf_fsdp_plugin.checkpoint.errors import problem, raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.formats import optimizer_state
 from hf_fsdp_plugin.checkpoint.formats.boxes import whole_box
@@ -150,6 +150,7 @@ class _StateLoader:
             for own, saved in zip(self._optimizer.param_groups, self._saved_groups, strict=True)
         ]
         resharding.execute_transfers(files, self._transfers)
+        _move_scalars(self._optimizer, state)
         self._optimizer.load_state_dict({"state": state, "param_groups": param_groups})
 
     def _names_by_number(self, stored: StoredOptimizer) -> dict[str, str]:
@@ -370,3 +371,20 @@ def _common_value(key: str, values: list[tuple[str, Any]]) -> Any:
         key, format_names([f"{name}: {value}" for name, value in values]), common,
     )  # fmt: skip
     return common
+
+
+def _move_scalars(optimizer: torch.optim.Optimizer, state: dict[int, dict[str, Any]]) -> None:
+    """Move the scalars together that ``load_state_dict`` would move to an accelerator one by one."""
+    groups = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
+    moved: dict[torch.device, dict[tuple[int, str], torch.Tensor]] = {}
+    for index, entry in state.items():
+        parameter, group = groups[index]
+        for key, value in entry.items():
+            # As torch.optim.Optimizer decides: the step of most optimizers stays in host memory.
+            stays = key == "step" and not (group.get("capturable") or group.get("fused"))
+            is_scalar = type(value) is torch.Tensor and value.dim() == 0 and value.device.type == "cpu"
+            if is_scalar and parameter.device.type != "cpu" and not stays:
+                moved.setdefault(parameter.device, {})[index, key] = value
+    for device, scalars in moved.items():
+        for (index, key), value in move_scalars(scalars, device).items():
+            state[index][key] = value

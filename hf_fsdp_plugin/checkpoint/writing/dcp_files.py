@@ -23,6 +23,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.serialization import skip_data
 
+from hf_fsdp_plugin.backends.torch_types import move_scalars
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRecord
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StatePath, TiedPaths, entry_name
 from hf_fsdp_plugin.checkpoint.formats.torch_files import TorchZip
@@ -96,10 +97,10 @@ def rank_file(
 
     Scalars and objects are in no rank's file: rank 0 writes them when it commits.
     """
+    scalars = {path: shard for path, shard in tensors if not shard.shape}
+    read = move_scalars({path: shard.pieces[0].tensor for path, shard in scalars.items()}, torch.device("cpu"))
     smalls = [
-        SmallEntry(path, bytes_of(shard.pieces[0].tensor.cpu()).numpy().tobytes(), shard.dtype_name)
-        for path, shard in tensors
-        if not shard.shape
+        SmallEntry(path, bytes_of(read[path]).numpy().tobytes(), shard.dtype_name) for path, shard in scalars.items()
     ]
     for path, value in values.items():
         buffer = io.BytesIO()

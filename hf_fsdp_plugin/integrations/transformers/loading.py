@@ -15,7 +15,7 @@ ranks but the first. With these replacements, every rank initializes them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from torch import nn
 from transformers import DistributedConfig, modeling_utils
 from transformers.core_model_loading import WeightConverter
 
+from hf_fsdp_plugin.axes import CONTEXT_AXIS, REPLICATE_AXIS, SHARD_AXIS, TENSOR_AXIS
 from hf_fsdp_plugin.backends.loading.deferred_weights import defer_weights
 from hf_fsdp_plugin.backends.loading.equal_weights import parameter_memory
 from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
@@ -37,7 +38,7 @@ from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.integrations.transformers import private
 from hf_fsdp_plugin.integrations.transformers.model_files import without_progress_bar
 from hf_fsdp_plugin.messages import print_once
-from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, ProblemCollector
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, MeshPlan, ProblemCollector
 from hf_fsdp_plugin.plan.meta_model import config_and_class
 from hf_fsdp_plugin.plan.resolve import check_installed_axes
 from hf_fsdp_plugin.problems import Problem, SpecError
@@ -90,9 +91,12 @@ def from_pretrained_on_axes(original: Callable[..., Any], kind: type, *args: Any
         SpecError: the sizes do not fit the world, or the installed Transformers does not have the axes.
     """
     spec = session().trainer_spec or session().ambient or FsdpSpec()
-    if max(spec.mesh.tensor, spec.mesh.expert) == 1 or kwargs.keys() & _OWN_LAYOUT:
+    if (mesh := _given_mesh(kwargs)) is not None:
+        kwargs = {name: value for name, value in kwargs.items() if name not in ("tp_plan", "tp_size", "device_mesh")}
+    elif max(spec.mesh.tensor, spec.mesh.expert) == 1 or kwargs.keys() & _OWN_LAYOUT:
         return original(*args, **kwargs)
-    mesh, _ = mesh_of_world(spec, launched_world_size(), "cpu" if spec.launch.use_cpu else accelerator_type())
+    else:
+        mesh, _ = mesh_of_world(spec, launched_world_size(), "cpu" if spec.launch.use_cpu else accelerator_type())
     collector = ProblemCollector(spec)
     check_installed_axes(mesh, collector)
     print_or_raise(collector.problems)
@@ -101,6 +105,22 @@ def from_pretrained_on_axes(original: Callable[..., Any], kind: type, *args: Any
     config = DistributedConfig(**fields, fsdp_cpu_offload=spec.offload.params)
     setattr(config, MADE_FROM_SPEC, True)
     return original(*args, **kwargs, distributed_config=config)
+
+
+def _given_mesh(kwargs: Mapping[str, Any]) -> MeshPlan | None:
+    """Return Accelerate's mesh in ``tp_plan="auto", device_mesh=…``, if it has shards beside the tensor axis.
+
+    The examples of Accelerate load models so. Transformers 5 ignores the mesh, and divides the layers over all ranks.
+    """
+    mesh = kwargs.get("device_mesh")
+    sizes = dict(zip(getattr(mesh, "mesh_dim_names", None) or (), getattr(mesh, "shape", ()), strict=False))
+    replicate, shard, context, size = (
+        sizes.get(axis, 1) for axis in (REPLICATE_AXIS, SHARD_AXIS, CONTEXT_AXIS, TENSOR_AXIS)
+    )
+    if size == 1 or kwargs.get("tp_plan", "auto") != "auto" or kwargs.get("tp_size", size) not in (None, size):
+        return None
+    found = MeshPlan(replicate=replicate, shard=shard, context=context, tensor=size)
+    return found if found.num_shards > 1 else None
 
 
 def is_fsdp_enabled(original: Callable[[], bool]) -> bool:

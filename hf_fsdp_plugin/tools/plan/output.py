@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, colored, print_problems, print_result, text_width
@@ -95,15 +94,11 @@ def predict(planned: Planned) -> Prediction:
     )
 
 
-def print_prediction(args: argparse.Namespace, planned: Planned, problems: Iterable[Problem]) -> int:
-    """Print memory, communication and time. Returns 1 if it does not fit."""
-    prediction = predict(planned)
+def print_prediction(
+    args: argparse.Namespace, prediction: Prediction, problems: Iterable[Problem], written: Sequence[str] = ()
+) -> int:
+    """Print memory, communication and time, and the lines ``written``. Returns 1 if it does not fit."""
     problems = [*problems, *host_problems(prediction)]
-    written = []
-    if args.html is not None:
-        from hf_fsdp_plugin.tools.plan.page import write_page
-
-        written = write_page(Path(args.html), prediction)
     if not args.json:
         print_problems(problem for problem in problems if problem.severity != "note")
     print_result(args, plan_json(prediction, problems), "\n".join([plan_text(prediction), *written]))

@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_args
 
 from hf_fsdp_plugin.cli.output import exit_code, in_line_order, print_failure
@@ -25,7 +26,7 @@ from hf_fsdp_plugin.tools.check.output import load_meta_model, plan_with_problem
 from hf_fsdp_plugin.tools.common import check_needs, whole_number
 from hf_fsdp_plugin.tools.convert.conversion import print_conversion
 from hf_fsdp_plugin.tools.plan.estimate.types import Attention, Optimizer, UpdateLoop, Workload
-from hf_fsdp_plugin.tools.plan.output import Planned, print_prediction
+from hf_fsdp_plugin.tools.plan.output import Planned, predict, print_prediction
 from hf_fsdp_plugin.tools.text import SIZE_SPELLINGS, nearest_multiples, parse_bytes
 
 if TYPE_CHECKING:
@@ -80,7 +81,12 @@ def run(args: argparse.Namespace) -> int:
 
             return print_advice(args, planned)
         if planned is not None:
-            return print_prediction(args, planned, problems)
+            prediction, written = predict(planned), []
+            if args.html is not None:
+                from hf_fsdp_plugin.tools.plan.page import write_page
+
+                written = write_page(Path(args.html), prediction)
+            return print_prediction(args, prediction, problems, written)
     except SpecError as error:
         problems += error.problems
     problems = in_line_order(dict.fromkeys(problems))

@@ -11,7 +11,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.bench.common import child_environment
-from scripts.bench.gpu_checks.base import TINY, Case, Size, check, config, device_of, expect, on_rank_0, size_for
+from scripts.bench.gpu_checks.base import (
+    TINY,
+    Case,
+    Size,
+    check,
+    config,
+    device_of,
+    expect,
+    on_accelerator,
+    on_rank_0,
+    size_for,
+)
 
 _HANG_LIMIT = 8.0
 """Seconds: longer than the first steps of the small model, for which NCCL starts and kernels are compiled."""
@@ -90,12 +101,13 @@ def launch(case: Case, folder: Path, fault: str = "", *flags: str) -> Case:
 
 @check(seconds=35, limit=150)
 def bench(case: Case) -> Case:
-    """Measure DDP and a sharded case with ``hf-fsdp bench``, in processes of its own: times and peak memory."""
+    """Measure DDP and a sharded case with ``hf-fsdp bench``, in processes: times, and peaks of accelerators."""
     code, tree, text = on_rank_0(lambda folder: run_bench(case, folder))
     expect(code == 0 and tree["ok"], f"exit code {code}: {text}")
-    source = device_of(case).peak_source if case["device"] != "cpu" else "resident memory"
+    source = device_of(case).peak_source if on_accelerator(case) else None
     for row in tree["cases"]:
-        expect(row["step_seconds"] > 0 and row["peak_bytes"] and row["peak_source"] == source, f"{row}")
+        has_peak = bool(row["peak_bytes"]) == on_accelerator(case) and row["peak_source"] == source
+        expect(row["step_seconds"] > 0 and has_peak, f"{row}")
     ddp, sharded = tree["cases"]
     expect(abs(sharded["loss"] / ddp["loss"] - 1) < 1e-2, f"losses {ddp['loss']} and {sharded['loss']}")
     names = ("case", "step_seconds", "peak_bytes")

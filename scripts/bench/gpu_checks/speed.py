@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import sys
 import time
@@ -231,24 +232,27 @@ def throughput(case: Case) -> Case:
     All systems are built in one process, and their blocks of steps alternate.
     """
     from hf_fsdp_plugin.tools.bench import cases as bench
-    from hf_fsdp_plugin.tools.bench.rank import PeakMemory
 
     # Each system holds weights and optimizer state (12 bytes), one of them gradients and temporary memory (16).
     size, device = size_for(case, 3 * 12 + 16), device_of(case)
     one = bench.Case(world_size=case["ranks"], strategy=case["strategy"], version=case["version"])
     systems = ["plugin", *(["stock"] if not bench.why_not_in_stock(one, case["device"]) else []), "raw"]
     batches = size.batches(torch_device(case))
-    memory, loops, peaks, losses = PeakMemory(device), {}, {}, {}
+    loops: dict[str, Any] = {}
+    peaks: dict[str, int] = {}
+    losses: dict[str, float] = {}
     for system in systems:
         reset_accelerate()  # hooks stay: the loops install and remove them
-        held = memory.free()
+        held = _held_memory(case)
         loops[system] = make_system(case, system, size)
         loops[system].enter()
         for number in range(3):
-            memory.reset()
+            if on_accelerator(case):
+                device_module(case).reset_peak_memory_stats()
             losses[system] = float(loops[system].step(batches[number]))
         device.synchronize()
-        peaks[system] = max(on_all((memory.peak() or 0) - (held or 0)))
+        if on_accelerator(case):
+            peaks[system] = max(on_all(device_module(case).max_memory_allocated() - held))
         loops[system].leave()
     expect(max(losses.values()) - min(losses.values()) < 0.05, f"losses of step 3: {losses}")
     times = alternate(loops, batches, device, is_tiny=size is TINY)
@@ -268,6 +272,15 @@ def throughput(case: Case) -> Case:
         "peak_bytes": peaks,
         "third_losses": {system: round(loss, 4) for system, loss in losses.items()},
     }
+
+
+def _held_memory(case: Case) -> int:
+    """Return unused memory to the accelerator, and return the bytes that tensors hold; 0 on the CPU."""
+    gc.collect()
+    if not on_accelerator(case):
+        return 0
+    device_module(case).empty_cache()
+    return int(device_module(case).memory_allocated())
 
 
 def alternate(loops: dict[str, Any], batches: list[Case], device: Any, *, is_tiny: bool) -> dict[str, list[float]]:

@@ -12,7 +12,7 @@ from tests.unit.observe.live_models import make_run
 
 
 def codes(*, changed: int | None = 3, steps: int = 2, prepared: bool = True) -> list[str]:
-    first_step = FirstStep(num_steps=steps, num_forwards=2)
+    first_step = FirstStep(num_steps=steps, num_forwards=2, has_rate=True)
     trained = None if changed is None else 4
     training = {"steps": steps, "changed_parameters": changed, "trained_parameters": trained}
     run = make_run(model=nn.Linear(1, 1), first_step=first_step)
