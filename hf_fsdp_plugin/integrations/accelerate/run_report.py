@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hf_fsdp_plugin.backends.ranks.agreement import announce_end
+from hf_fsdp_plugin.backends.ranks.agreement import announce_end, gather_objects
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.checkpoint.formats.known_formats import stored_state_dict_type
 from hf_fsdp_plugin.hangs.calls import record
@@ -78,6 +78,9 @@ class RunReporter:
         announce_end()
         if (newest := self._newest) is not None:
             if dist.is_initialized():
+                # A rank that is still in a step is in another collective, at which a gather of gloo fails at once. The
+                # reduction with which the report begins would wait for it.
+                gather_objects(None)
                 report_run(newest)
             else:
                 message = "the process group was destroyed first. Call accelerator.end_training() before it."
