@@ -119,9 +119,7 @@ def parameter_shards(model: nn.Module) -> ModelShards:
     for each in model.values() if isinstance(model, JointModels) else (model,):
         check_not_whole(each, "the model was saved, loaded or averaged")
         free_gathered(each)
-    module_names: dict[int, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        module_names.setdefault(id(module), []).append(canonical_name(name))
+    module_names = _module_names(model)
     tensors: dict[str, LocalShard] = {}
     aliases: dict[str, str] = {}
     by_id: dict[int, Sequence[LocalShard]] = {}
@@ -165,6 +163,14 @@ def parameter_shards(model: nn.Module) -> ModelShards:
         elif by_id[id(parameter)][0].name != name:
             aliases[name] = by_id[id(parameter)][0].name
     return ModelShards(tuple(tensors.values()), aliases, by_id)
+
+
+def _module_names(model: nn.Module) -> dict[int, list[str]]:
+    """Return ``id`` of a module -> all of its canonical names."""
+    names: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(id(module), []).append(canonical_name(name))
+    return names
 
 
 def _dtensor_shard(name: str, parameter: DTensor) -> LocalShard:
@@ -220,10 +226,7 @@ def model_shards(model: nn.Module, *, only_trained: bool = False) -> ModelShards
 
 def _buffer_aliases(model: nn.Module) -> dict[str, str]:
     """Return other names of persistent buffers -> the first one: those of modules that several modules contain."""
-    names: dict[int, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        names.setdefault(id(module), []).append(canonical_name(name))
-    aliases: dict[str, str] = {}
+    names, aliases = _module_names(model), dict[str, str]()
     for module in model.modules():
         first, *others = names[id(module)]
         for attribute, buffer in buffers(module).items():

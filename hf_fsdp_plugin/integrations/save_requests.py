@@ -10,10 +10,9 @@ from __future__ import annotations
 import atexit
 import json
 import signal
-import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,9 +22,9 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from hf_fsdp_plugin.backends.ranks.agreed_step import AgreedStep
-from hf_fsdp_plugin.integrations.accelerate.plugin import planned_plugin
+from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, planned_plugin
 from hf_fsdp_plugin.integrations.saving import manager
-from hf_fsdp_plugin.rank_variables import launched_rank
+from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.spec.fsdp_spec import SaveOnSignal
 from hf_fsdp_plugin.state import process
 
@@ -63,18 +62,8 @@ class SaveRequest:
     def parse(cls, text: str) -> SaveRequest:
         return cls(**json.loads(text))
 
-    def tell(self, saved: str) -> None:
-        """Print on rank 0 how long the save took. Call it when the checkpoint is complete."""
-        if launched_rank() == 0:
-            then = "the training stops" if self.ends else "the training goes on"
-            then = f"the ranks exit with code {self.exit_code}" if self.exit_code else then
-            seconds = time.time() - self.time
-            print(
-                f"hf-fsdp: {self.text}: {saved} was complete {seconds:.1f} s later; {then}", file=sys.stderr, flush=True
-            )
 
-
-class SaveRequests:
+class _Received:
     """What this process has received: signals, and on rank 0 the file. Closed, it has its former handlers again.
 
     A handler of the script is kept. So is that of a save in the background, which waits for the save and then calls
@@ -118,55 +107,83 @@ class SaveRequests:
                 signal.signal(number, signal.SIG_DFL)
 
 
-class LoopRequests:
-    """The requests of the training loop of this process, whose steps are the calls of :func:`save_requested`.
+class SaveRequests:
+    """The requests of a training, for which all ranks save after the same event: a step, or a batch of an evaluation.
 
-    Attributes:
-        due: the request for which the ranks save now.
+    Created, counted and closed on all ranks. Collective only when it is created and when ranks save.
+
+    Args:
+        plugin: the FSDP plugin of the training; ``None`` without one, in which case signals are left alone.
+        folder: the folder of the run; ``None`` for none.
+        find_other: returns the request of another source, as text, or ``""``.
     """
 
-    def __init__(self) -> None:
-        self.due: SaveRequest | None = None
-        self._requests: SaveRequests | None = None
-        self._agreement: AgreedStep | None = None
-        self._num_calls = 0
+    def __init__(
+        self, plugin: PlannedFsdpPlugin | None, folder: Path | None, find_other: Callable[[], str] = lambda: ""
+    ) -> None:
+        self._received = _Received(plugin.spec.checkpoint.save_on_signal if plugin is not None else "none", folder)
+        self._num_events = 0
+        self._due: SaveRequest | None = None
+        self._agreement = AgreedStep(1, lambda: find_other() or self._received.find())
 
-    def is_due(self, accelerator: Any) -> bool:
-        """Count a step, and return whether the ranks save after it. The first call is collective."""
-        if self._agreement is None:
-            plugin = planned_plugin(accelerator)
-            setting = plugin.spec.checkpoint.save_on_signal if plugin is not None else "none"
-            folder = Path(accelerator.project_dir) if accelerator.project_dir else None
-            self._requests = SaveRequests(setting, folder)
-            self._agreement = AgreedStep(self._num_calls + 1, self._requests.find)
-            atexit.register(self.close)
-        self._num_calls += 1
-        if self._agreement.is_reached(self._num_calls):
-            self.due = SaveRequest.parse(self._agreement.reason)
-        return self.due is not None
+    def due(self) -> SaveRequest | None:
+        """Count an event that has ended. Return the request for which the ranks save, until :meth:`finish`."""
+        self._num_events += 1
+        if self._agreement.is_reached(self._num_events):
+            self._due = SaveRequest.parse(self._agreement.reason())
+        return self._due
 
-    def finish(self) -> None:
-        """Do what follows the save. See :func:`end_requested_save`."""
-        due, self.due = self.due, None
-        if due is None or self._requests is None:
+    def finish(self, saved: str) -> None:
+        """Wait until the checkpoint is complete, print how long it took, and look for the next request. Collective.
+
+        Args:
+            saved: the checkpoint, for the message.
+
+        Raises:
+            SystemExit: after a signal.
+        """
+        due, self._due = self._due, None
+        if due is None:
             return
         manager().wait()
-        due.tell("the checkpoint")
-        self._requests.remove_file()
+        then = "the training stops" if due.ends else "the training goes on"
+        then = f"the ranks exit with code {due.exit_code}" if due.exit_code else then
+        print_once(f"{due.text}: {saved} was complete {time.time() - due.time:.1f} s later; {then}")
+        self._received.remove_file()
         if due.exit_code:
             self.close()
             raise SystemExit(due.exit_code)
+        if not due.ends:
+            self._agreement.begin_round(self._num_events + 1)
 
     def close(self) -> None:
-        if self._agreement is not None and self._requests is not None:
-            self._agreement.close()
-            self._requests.close()
+        """Stop looking for requests, and restore the handlers of signals. Can be called again."""
+        self._agreement.close()
+        self._received.close()
+
+
+class _LoopRequests:
+    """The requests of the training loop of this process, whose events are the calls of :func:`save_requested`."""
+
+    def __init__(self) -> None:
+        self.requests: SaveRequests | None = None
+
+    def of(self, accelerator: Any) -> SaveRequests:
+        """Return the requests, which the first call creates."""
+        if self.requests is None:
+            folder = Path(accelerator.project_dir) if accelerator.project_dir else None
+            self.requests = SaveRequests(planned_plugin(accelerator), folder)
+            atexit.register(self.close)
+        return self.requests
+
+    def close(self) -> None:
+        if self.requests is not None:
+            self.requests.close()
             atexit.unregister(self.close)
-        self._agreement = self._requests = None
+        self.requests = None
 
 
-loop_requests = process.owns(LoopRequests)
-"""Return the requests of the training loop."""
+_loop_requests = process.owns(_LoopRequests)
 
 
 def save_requested(accelerator: Any) -> bool:
@@ -182,7 +199,7 @@ def save_requested(accelerator: Any) -> bool:
 
     The signals are those of ``fsdp_save_on_signal``, and the file is searched in ``accelerator.project_dir``.
     """
-    return loop_requests().is_due(accelerator)
+    return _loop_requests().of(accelerator).due() is not None
 
 
 def end_requested_save() -> None:
@@ -191,4 +208,5 @@ def end_requested_save() -> None:
     Raises:
         SystemExit: after a signal, with the code 128 + number of the signal.
     """
-    loop_requests().finish()
+    if (requests := _loop_requests().requests) is not None:
+        requests.finish("the checkpoint")

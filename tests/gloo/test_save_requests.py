@@ -136,10 +136,19 @@ def test_two_signals_are_one_request(two_ranks: Ranks, tmp_path: Path, asynchron
         assert each["losses"][0] == pytest.approx(each["losses"][1], rel=1e-6)
 
 
+class SlowSave(hfp.FsdpTrainer):
+    """Writes checkpoints for longer than the ranks take to look for the next request."""
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        time.sleep(1.5)
+
+
 def save_now(output_dir: str, event: str, **arguments: Any) -> dict[str, Any]:
     """Train to the end, and create the file on rank 0 at step 3."""
     arguments |= {"max_steps": 20, **ARGUMENTS[event]}
-    trainer = make_trainer(output_dir, callbacks=[Requested(event, (0,), ())], **arguments)
+    slow_save = SlowSave if event == "step" else hfp.FsdpTrainer
+    trainer = make_trainer(output_dir, callbacks=[Requested(event, (0,), ())], trainer_class=slow_save, **arguments)
     trainer.train()
     folders = sorted(path.name for path in Path(output_dir).glob("checkpoint-*"))
     problems = [verify(Path(output_dir, name)).problems for name in folders]
@@ -294,15 +303,22 @@ def test_ranks_of_other_launchers_save_and_start_again(tmp_path: Path, launcher:
         SCRIPT.format(install=install if launcher == "torchrun" else "import hf_fsdp_plugin as p; p.install()"),
     )
     torch_run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    accelerate = [str(Path(sys.executable).with_name("accelerate")), "launch", "--config_file", "fsdp.yaml"]
+    # With the static rendezvous, the ranks of a restart wait for addresses of those before.
+    accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "fsdp.yaml"]
+    accelerate += ["--num_processes", "2", "--rdzv_backend", "c10d"]
     command = torch_run if launcher == "torchrun" else accelerate
     process = subprocess.Popen(
         [*command, "--max_restarts", "1", "train.py"], cwd=tmp_path, text=True,
         # torch would give both attempts one store, in which a rank may read the address of a peer that has ended.
-        env=environment(tmp_path, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"),
+        env=environment(
+            tmp_path,
+            TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+            PET_RDZV_ENDPOINT="localhost:0",
+            ACCELERATE_USE_CPU="true",
+        ),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
-    os.kill(int(wait_for(tmp_path / "ready_1")), signal.SIGUSR1)
+    os.kill(int(wait_for(tmp_path / "ready_1", seconds=100)), signal.SIGUSR1)
     done = finish(process)
     assert done.returncode == 0, done.stderr
     assert len(checkpoints(tmp_path)) == 1

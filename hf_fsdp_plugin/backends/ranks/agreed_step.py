@@ -2,7 +2,7 @@
 
 Until it is asked for, no rank waits: a thread of each rank looks for the request in the store of the process group. It
 answers with the step in which its rank is, and the highest of these steps is the agreed one. No rank has ended it.
-After that step, a next round begins, with keys of its own in the store.
+What was asked for is then done, and :meth:`AgreedStep.begin_round` lets the ranks look for the next request.
 """
 
 from __future__ import annotations
@@ -36,26 +36,30 @@ class AgreedStep:
     Args:
         step: the step that comes next.
         find_reason: called by the thread of each rank between two looks. Returns why the ranks are asked, or ``""``.
-
-    Attributes:
-        reason: the reason of the rank that was first to ask for the step that was reached last.
     """
 
     def __init__(self, step: int, find_reason: Callable[[], str] = lambda: "") -> None:
-        self.reason = ""
         self._name = broadcast_object(f"hf_fsdp_agreed_step_{uuid.uuid4().hex}")
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._step, self._round, self._find_reason = step, 0, find_reason
+        self._round, self._find_reason = 0, find_reason
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._begin_round()
+        self.begin_round(step)
         self._thread = threading.Thread(target=self._look, name="hf_fsdp_agreed_step", daemon=True)
         self._thread.start()
 
-    def _begin_round(self) -> None:
-        self._round += 1
-        self._store = dist.PrefixStore(f"{self._name}_{self._round}", default_store())
-        self._agreed, self._has_answered = 0, False
+    def begin_round(self, step: int) -> None:
+        """Look for the next request. Call it on all ranks when what was asked for is done.
+
+        Until then, nothing is asked for: the file that asked may still exist.
+
+        Args:
+            step: the step that comes next.
+        """
+        with self._lock:
+            self._round += 1  # its keys in the store are its own
+            self._store = dist.PrefixStore(f"{self._name}_{self._round}", default_store())
+            self._step, self._agreed, self._has_answered = step, 0, False
 
     def ask(self, reason: str = "asked") -> None:
         """Ask all ranks for a step. Can be called on any rank, from any thread, and more than once."""
@@ -72,12 +76,11 @@ class AgreedStep:
                 self._step = step + 1
                 return False
         self._agreed = self._agreed or self._highest_step()
-        if step != self._agreed:
-            return False
-        with self._lock:
-            self.reason, self._step = self._store.get("asked").decode(), step + 1
-            self._begin_round()
-        return True
+        return step == self._agreed
+
+    def reason(self) -> str:
+        """Return why the ranks were asked for the agreed step, by the rank that was first to ask."""
+        return self._store.get("asked").decode()
 
     def close(self) -> None:
         """Answer requests that other ranks may still make with the last step, and stop looking for them."""
@@ -89,11 +92,12 @@ class AgreedStep:
     def _look(self) -> None:
         with suppress(RuntimeError):
             while not self._closed.wait(max(_PAUSE, self._world_size * _LOOK_COST)):
-                reason = self._find_reason()
-                with self._lock:  # answered before the training waits, because both use one connection
-                    if reason:
-                        self.ask(reason)
-                    if not self._has_answered and self._store.check(["asked"]):
+                if self._has_answered:  # until the next round
+                    continue
+                if reason := self._find_reason():
+                    self.ask(reason)
+                if self._store.check(["asked"]):
+                    with self._lock:  # answered before the training waits, because both use one connection
                         self._answer()
 
     def _answer(self) -> None:

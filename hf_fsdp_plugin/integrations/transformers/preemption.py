@@ -13,11 +13,9 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from hf_fsdp_plugin.backends.ranks.agreed_step import AgreedStep
 from hf_fsdp_plugin.checkpoint.names import TRAINER_PREFIX
 from hf_fsdp_plugin.integrations.accelerate.plugin import has_sharded_model, planned_plugin
 from hf_fsdp_plugin.integrations.save_requests import SaveRequest, SaveRequests
-from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.transformers import private
 
 
@@ -38,59 +36,39 @@ class AgreedCheckpoint(TrainerCallback):
         self._callback: Any = None
         self._manager: Any = None
         self._requests: SaveRequests | None = None
-        self._agreement: AgreedStep | None = None
-        self._num_events = 0
-        self._postponed: SaveRequest | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.close()  # of an attempt with a larger batch
-        plugin = planned_plugin(self._trainer.accelerator)
-        if plugin is None or not has_sharded_model(self._trainer.accelerator):
+        if not has_sharded_model(self._trainer.accelerator):
             return
         callbacks = self._trainer.callback_handler.callbacks
         callback = next((each for each in callbacks if getattr(each, "jit_manager", None) is not None), None)
         if callback is not None:
             self._callback, self._manager, callback.jit_manager = callback, callback.jit_manager, None
-        self._requests = SaveRequests(plugin.spec.checkpoint.save_on_signal, Path(args.output_dir))
-        self._agreement = AgreedStep(self._num_events + 1, self._find_request)
+        plugin = planned_plugin(self._trainer.accelerator)
+        self._requests = SaveRequests(plugin, Path(args.output_dir), self._find_jit_request)
 
-    def _find_request(self) -> str:
-        assert self._requests is not None
-        if self._manager is not None and self._manager.is_checkpoint_requested:
-            return str(SaveRequest(text="SIGTERM with enable_jit_checkpoint", time=time.time(), ends=True))
-        return self._requests.find()
-
-    def _reached(self) -> SaveRequest | None:
-        """Return the request that is due after this event, which all ranks have counted."""
-        if self._agreement is None:
-            return None
-        self._num_events += 1
-        if self._agreement.is_reached(self._num_events):
-            self._postponed = SaveRequest.parse(self._agreement.reason)
-        return self._postponed
+    def _find_jit_request(self) -> str:
+        if self._manager is None or not self._manager.is_checkpoint_requested:
+            return ""
+        return str(SaveRequest(text="SIGTERM with enable_jit_checkpoint", time=time.time(), ends=True))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if (due := self._reached()) is not None:
-            self._save(due, state, control)
+        if self._requests is not None and (due := self._requests.due()) is not None:
+            self._save(self._requests, due, state, control)
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # An evaluation may last longer than the time that a signal leaves. The file can wait for the next step.
-        if (due := self._reached()) is not None and due.ends:
-            self._save(due, state, control)
+        if self._requests is not None and (due := self._requests.due()) is not None and due.ends:
+            self._save(self._requests, due, state, control)
 
-    def _save(self, due: SaveRequest, state: Any, control: Any) -> None:
-        assert self._requests is not None
-        self._postponed = None
+    def _save(self, requests: SaveRequests, due: SaveRequest, state: Any, control: Any) -> None:
         control.should_save = False  # this is the checkpoint of this step
         if due.ends:
             control.should_evaluate, control.should_training_stop = False, True
         private.save_checkpoint(self._trainer)
-        manager().wait()
-        due.tell(f"{TRAINER_PREFIX}{state.global_step}")
-        self._requests.remove_file()
-        if due.exit_code:
-            self.has_exited = True
-            raise SystemExit(due.exit_code)
+        self.has_exited = bool(due.exit_code)
+        requests.finish(f"{TRAINER_PREFIX}{state.global_step}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         callback = self._callback
@@ -100,10 +78,8 @@ class AgreedCheckpoint(TrainerCallback):
 
     def close(self) -> None:
         """Stop looking for requests, and give the manager back."""
-        if self._agreement is not None:
-            self._agreement.close()
         if self._requests is not None:
             self._requests.close()
         if self._callback is not None:
             self._callback.jit_manager = self._manager
-        self._agreement = self._callback = self._requests = self._manager = None
+        self._callback = self._requests = self._manager = None

@@ -55,7 +55,9 @@ def test_next_round_has_its_own_reason(make: Callable[[int, int], AgreedStep]) -
         for rank in ranks:
             wait_for_answer(rank)
         assert [rank.is_reached(step) for rank in ranks] == [True, True]
-        assert [rank.reason for rank in ranks] == [reason, reason]
+        assert [rank.reason() for rank in ranks] == [reason, reason]
+        for rank in ranks:
+            rank.begin_round(step + 1)
     for rank in ranks:
         assert not rank.is_reached(3)
         rank.close()
@@ -66,8 +68,28 @@ def test_reason_that_a_rank_finds_is_asked(make: Callable[[int, int], AgreedStep
     second = make(1, 4)
     second._find_reason = lambda: "found"
     wait_for_answer(first), wait_for_answer(second)
-    assert first.is_reached(4) and first.reason == "found"
+    assert first.is_reached(4) and first.reason() == "found"
     first.close(), second.close()
+
+
+def test_nothing_is_asked_before_the_next_round(make: Callable[[int, int], AgreedStep]) -> None:
+    """The reason may be a file that exists until what it asks for is done."""
+    looks: list[int] = []
+    ranks = make(0, 1), make(1, 1)
+    ranks[0]._find_reason = lambda: looks.append(len(looks)) or "file"  # type: ignore[func-returns-value]
+    for rank in ranks:
+        wait_for_answer(rank)
+    assert [rank.is_reached(1) for rank in ranks] == [True, True]
+    num_looks = len(looks)
+    time.sleep(0.1)
+    assert len(looks) == num_looks and not any(rank.is_reached(2) for rank in ranks)
+    ranks[0]._find_reason = lambda: ""
+    for rank in ranks:
+        rank.begin_round(3)
+    time.sleep(0.1)
+    assert not any(rank.is_reached(3) for rank in ranks)
+    for rank in ranks:
+        rank.close()
 
 
 def test_rank_at_its_end_answers(make: Callable[[int, int], AgreedStep]) -> None:
