@@ -26,7 +26,6 @@ from scripts.bench.registry import BENCHMARKS, GPU_CHECK, Benchmark
 FILE: Final = RESULTS / "last_runs.json"
 MAX_DAYS: Final = 30
 _PACKAGE: Final = "hf_fsdp_plugin"
-SLOW_FOLDERS: Final = ("tests/gloo", "tests/programs", "tests/unit")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,14 +59,7 @@ def _of_benchmark(row: Benchmark) -> RunSet:
 
 
 SETS: Final = (
-    *(
-        RunSet(
-            name=f"slow {folder}",
-            command=f"bash scripts/test.sh -m slow {folder}",
-            code=(_PACKAGE, folder, "tests/support"),
-        )
-        for folder in SLOW_FOLDERS
-    ),
+    RunSet(name="slow_tests", command="bash scripts/test.sh --slow", code=(_PACKAGE, "tests")),
     RunSet(name="accelerator", command="bash scripts/test.sh --accelerator", code=(_PACKAGE, "tests/accelerator")),
     RunSet(
         name="screenshots",
@@ -110,7 +102,7 @@ def last_run(name: str, results: Path = RESULTS) -> LastRun | None:
         tree = json.loads(measured.read_text(encoding="utf-8"))
         # Of a result that is measured in parts, the oldest part counts.
         if dates := sorted(_dates(tree)):
-            runs.append(LastRun(date=dates[0], commit=tree.get("commit", ""), result="measured"))
+            runs.append(LastRun(date=dates[0], commit=tree.get("commit", ""), result=tree.get("result", "measured")))
     return max(runs, key=lambda run: run.date, default=None)
 
 

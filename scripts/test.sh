@@ -5,7 +5,8 @@
 #   bash scripts/test.sh --unit           the tests for each edit: tests/unit, a minute on two cores
 #   bash scripts/test.sh tests/unit -x    pytest alone, with these arguments
 #   bash scripts/test.sh --accelerator    the quick tests of ranks, all of them on the simulated accelerator (45 minutes)
-#   bash scripts/test.sh -m slow          the combinations and long runs that the quick set omits (hours)
+#   bash scripts/test.sh --slow           the combinations and long runs that the quick set omits (hours); --minutes 60:
+#                                         as many files as begin within an hour, those that never ran first
 #
 # Creates .venv on the first run. Environment variables: VENV, PYTHON, TORCH (see scripts/environment.sh), WORKERS
 # (number of tests that run at the same time, default 3; 0: one process).
@@ -14,7 +15,7 @@ cd "$(dirname "$0")/.."
 
 case "${1:-}" in
   -h | --help)
-    sed -n '2,11s/^# \{0,1\}//p' "$0"
+    sed -n '2,12s/^# \{0,1\}//p' "$0"
     exit 0
     ;;
 esac
@@ -42,6 +43,9 @@ if [ "${1:-}" = --accelerator ]; then
 fi
 if [ "${1:-}" = --unit ]; then
   exec "$python" -m pytest -q -m "not slow and not gpu" -n "${WORKERS:-3}" --dist worksteal tests/unit "${@:2}"
+fi
+if [ "${1:-}" = --slow ]; then
+  PYTHONPATH=$libraries exec "$python" -m scripts.slow_tests --workers "${WORKERS:-3}" "${@:2}"
 fi
 if [ $# -gt 0 ]; then
   PYTHONPATH=$libraries exec "$python" -m pytest -q "$@"

@@ -29,27 +29,6 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Record a run of all slow tests of a folder (scripts/last_runs.py)."""
-    option, folders = session.config.option, _slow_folders(session.config.args)
-    is_whole = option.markexpr == "slow" and not option.keyword and not option.collectonly
-    if is_whole and folders and not hasattr(session.config, "workerinput") and exitstatus in (0, 1):
-        from scripts.last_runs import record
-
-        for folder in folders:
-            record(f"slow {folder}", "passed" if exitstatus == 0 else f"{session.testsfailed} failed")
-
-
-def _slow_folders(args: list[str]) -> list[str]:
-    """Return the folders of slow tests that the arguments of pytest name; an empty list if they name anything else."""
-    from scripts.last_runs import SLOW_FOLDERS
-
-    named = [arg.rstrip("/") for arg in args]
-    if named == ["tests"]:
-        return list(SLOW_FOLDERS)
-    return named if set(named) <= set(SLOW_FOLDERS) else []
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Print a notice about what CI does not run, after a run of all tests."""
     if config.args == ["tests"] and not config.option.keyword and not config.option.collectonly:

@@ -47,6 +47,7 @@ HELP: dict[str, str] = {
     "scripts/matrix.sh": "set matrix",
     "scripts/quickstart.sh": "set matrix",
     "scripts/run_peers.py": "set peers",
+    "scripts/slow_tests.py": "tests/unit/test_last_runs.py",
     "scripts/test.sh": ".ci/run",
     "scripts/train_causal_lm.py": "tests/gloo/test_scripts.py",
     "scripts/train_loop.py": "tests/gloo/test_scripts.py",

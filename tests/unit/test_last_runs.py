@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import datetime
 import json
+import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from scripts import last_runs
+from scripts import last_runs, slow_tests
 from scripts.last_runs import SETS, RunSet, changed_since, last_run, record, state
-from tests import conftest
+from scripts.slow_tests import in_order, summary
 
 ROOT = Path(__file__).parents[2]
 TODAY = datetime.date(2026, 6, 30)
@@ -77,25 +76,61 @@ def test_notice_names_the_command(results: Path) -> None:
     assert f"{len(SETS)} of {len(SETS)} sets" in last_runs.notice()
 
 
+RUNS = {
+    "old.py": {"date": "2026-01-01", "result": "3 passed"},
+    "new.py": {"date": "2026-06-01", "result": "1 failed, 3 passed"},
+    "newest.py": {"date": "2026-06-02", "result": "3 passed, 1 skipped"},
+}
+
+
+def test_slow_files_run_in_the_order_of_their_urgency() -> None:
+    assert in_order(["newest.py", "old.py", "new.py", "never.py"], RUNS) == [
+        "never.py",
+        "new.py",
+        "old.py",
+        "newest.py",
+    ]
+
+
 @pytest.mark.parametrize(
-    ("args", "options", "expected"),
+    ("files", "expected"),
     [
-        (["tests/gloo"], {}, ["slow tests/gloo"]),
-        (["tests"], {}, ["slow tests/gloo", "slow tests/programs", "slow tests/unit"]),
-        (["tests/gloo/test_peft.py"], {}, []),
-        (["tests/gloo"], {"keyword": "peft"}, []),
-        (["tests/gloo"], {"markexpr": "not slow"}, []),
+        (["old.py", "newest.py"], "passed"),
+        (["old.py", "new.py"], "new.py failed"),
+        (["new.py", "never.py", "other.py"], "new.py failed; 2 files have never run"),
     ],
 )
-def test_whole_run_of_slow_tests_is_recorded(
-    args: list[str], options: dict[str, Any], expected: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found: list[str] = []
-    monkeypatch.setattr(last_runs, "record", lambda name, result: found.append(name))
-    option = SimpleNamespace(**{"markexpr": "slow", "keyword": "", "collectonly": False, **options})
-    session: Any = SimpleNamespace(config=SimpleNamespace(args=args, option=option), testsfailed=0)
-    conftest.pytest_sessionfinish(session, 0)
-    assert found == expected
+def test_result_of_all_slow_files(files: list[str], expected: str) -> None:
+    assert summary(files, RUNS) == expected
+
+
+def test_result_of_a_set_is_read_from_its_file(results: Path) -> None:
+    (results / "slow_tests.json").write_text(json.dumps({"result": "new.py failed", "files": RUNS}))
+    row = next(row for row in SETS if row.name == "slow_tests")
+    assert state(row, [], datetime.date(2026, 1, 10)) == ("2026-01-01 -          new.py failed", "new.py failed")
+
+
+def test_failed_slow_test_is_recorded(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = results / "tests"
+    folder.mkdir()
+    (folder / "conftest.py").write_text(
+        "def pytest_configure(config):\n    config.addinivalue_line('markers', 'slow: long')\n"
+    )
+    for name, check in (("right", "True"), ("wrong", "False")):
+        (folder / f"test_{name}.py").write_text(
+            f"import pytest\n\n@pytest.mark.slow\ndef test_slow():\n    assert {check}\n\n"
+            "def test_quick():\n    assert False\n"
+        )
+    monkeypatch.setattr(slow_tests, "ROOT", results)
+    monkeypatch.setattr(slow_tests, "FILE", results / "slow_tests.json")
+    monkeypatch.setattr(sys, "argv", ["slow_tests", "--workers", "1"])
+    assert slow_tests.main() == 1
+    tree = json.loads((results / "slow_tests.json").read_text())
+    assert tree["result"] == "tests/test_wrong.py failed"
+    assert {file: row["result"] for file, row in tree["files"].items()} == {
+        "tests/test_right.py": "1 passed, 1 deselected",
+        "tests/test_wrong.py": "1 failed, 1 deselected",
+    }
 
 
 def test_row_of_a_set_is_the_one_of_its_benchmark() -> None:
