@@ -15,7 +15,8 @@ from hf_fsdp_plugin.sources.environment import locate_config
 from hf_fsdp_plugin.sources.interface import Setting, Sources, SourceSettings, config_of
 from hf_fsdp_plugin.sources.script_objects import FsdpOptions
 from hf_fsdp_plugin.sources.tree import ConfigFile
-from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec, defaults_of
+from hf_fsdp_plugin.spec.defaults import FAMILY_DEFAULTS
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.precedence import PRECEDENCE, active_settings, derive_spec, merge_levels, sorted_by_precedence
 from hf_fsdp_plugin.spec.rules import check_rules
 from hf_fsdp_plugin.spec.values import parse_settings
@@ -141,7 +142,7 @@ def combine(given: Sequence[SourceSettings]) -> Assessment:
     levels = active_settings(given)
     effective, overridden = merge_levels(levels)
     family = next((level.family for level in levels if level.family is not None), None)
-    spec, derived = derive_spec(effective, defaults_of(family))
+    spec, derived = derive_spec(effective, FAMILY_DEFAULTS[family])
     read = [problem for level in levels for problem in level.problems]
     return _check(spec, read, [*overridden, *_ambiguous_version(levels, spec), *derived])
 
