@@ -123,8 +123,7 @@ def calls_own_forward(module: nn.Module) -> bool:
 
 def checkpoint_keywords(wrapper: CheckpointWrapper) -> dict[str, Any]:
     """Return the keyword arguments that the wrapper passes to torch's ``checkpoint``."""
-    keywords: dict[str, Any] = getattr(wrapper.checkpoint_fn, "keywords", {})
-    return keywords
+    return getattr(wrapper.checkpoint_fn, "keywords", {})
 
 
 def profiler_is_running() -> bool:
@@ -153,8 +152,7 @@ def allow_checkpointed_graphs() -> None:
 
 def gradient_hooks(tensor: torch.Tensor) -> Mapping[int, Any]:
     """Return the hooks of ``register_hook`` by their numbers. A removed hook leaves the mapping."""
-    hooks: Mapping[int, Any] | None = tensor._backward_hooks
-    return _NO_HOOKS if hooks is None else hooks
+    return _NO_HOOKS if tensor._backward_hooks is None else tensor._backward_hooks
 
 
 def runs_after_accumulation(tensor: torch.Tensor) -> bool:
@@ -286,8 +284,7 @@ def _local_gradients(optimizer: torch.optim.Optimizer) -> dict[tuple[torch.devic
     found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            gradient = parameter.grad
-            if gradient is None:
+            if (gradient := parameter.grad) is None:
                 continue
             local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
             if local.is_sparse:
