@@ -36,14 +36,11 @@ class LaunchHandover:
         options = {"quiet": self.quiet, "report": self.report, "report_table": self.report_table}
         text = json.dumps({"given": [source.to_json() for source in self.given], **options})
         if len(text) > _MAX_BYTES:
-            largest = max(
-                (setting for source in self.given for setting in source.settings), key=lambda one: len(str(one.value))
-            )
-            raise UsageError(
-                f"the settings for the ranks need {len(text):,} bytes, and a variable of the environment has at most "
-                f"{_MAX_BYTES:,}. The longest is {largest.origin.spelling or largest.name}: shorten it, or start the "
-                "script with torchrun, under which each rank reads the config."
-            )
+            settings = (setting for source in self.given for setting in source.settings)
+            largest = max(settings, key=lambda setting: len(str(setting.value)))
+            message = f"the settings for the ranks need {len(text):,} bytes, and a variable of the environment has at "
+            message += f"most {_MAX_BYTES:,}. The longest is {largest.origin.spelling or largest.name}: shorten it, or "
+            raise UsageError(f"{message}start the script with torchrun, under which each rank reads the config.")
         return {LAUNCH_VARIABLE: text}
 
     @classmethod
@@ -59,7 +56,5 @@ class LaunchHandover:
             content = json.loads(text)
             return cls(given=tuple(SourceSettings.from_json(source) for source in content.pop("given")), **content)
         except (AttributeError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"the environment variable {LAUNCH_VARIABLE} does not contain a launcher's handover ({error!r}). "
-                f"Unset it: only commands of `hf-fsdp` that start ranks set it."
-            ) from error
+            message = f"the environment variable {LAUNCH_VARIABLE} does not contain a launcher's handover ({error!r})."
+            raise ValueError(f"{message} Unset it: only commands of `hf-fsdp` that start ranks set it.") from error

@@ -92,9 +92,8 @@ class Setting:
 
     def problem(self, code: str, message: str, fix: str = "") -> Problem:
         """Return a problem of this setting, with its origin."""
-        return Problem(
-            code=code, message=message, fix=fix, setting=vocabulary.canonical_setting(self.name), origin=self.origin
-        )
+        setting = vocabulary.canonical_setting(self.name)
+        return Problem(code=code, message=message, fix=fix, setting=setting, origin=self.origin)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -337,8 +336,7 @@ class Collector(SourceSettings):
                 self.add(_SETTING_OF_OPTION[option], entry, value=True)
             elif option not in TRUE_WORDS and option not in _STRATEGY_OPTIONS:
                 self._report_option(entry, option)
-        strategies = [option for option in options if option in _STRATEGY_OPTIONS]
-        if strategies:
+        if strategies := [option for option in options if option in _STRATEGY_OPTIONS]:
             self.add("sharding.strategy", entry, value=strategies[0])
         if len(set(strategies)) > 1:
             message = f"{entry.key} has more than one sharding strategy: {', '.join(strategies)}."
@@ -367,8 +365,7 @@ class Collector(SourceSettings):
     def _add_param_dtype(self, entry: ConfigEntry, mode: object) -> None:
         """Add the parameter dtype that a mixed precision mode implies, if the mode is valid."""
         row = BY_NAME["launch.mixed_precision"]
-        found = vocabulary.look_up(row.choices, mode, row.prefixes)
-        if found is not None:
+        if (found := vocabulary.look_up(row.choices, mode, row.prefixes)) is not None:
             implied = {"no": "auto", "fp8": "bf16"}.get(found, found)  # as in Accelerate
             self.add("precision.param", entry, value=implied, implied=True)
 
