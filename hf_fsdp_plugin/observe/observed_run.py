@@ -119,7 +119,6 @@ def common_value(values: Iterable[Any]) -> Any:
 
 JsonObject = Mapping[str, Any]
 """An object of the report's JSON, such as a setting, a unit, or the memory of a rank."""
-_NOT_SUPPORTED_BY_FSDP2 = "FSDP-W148"
 
 
 def check_settings(settings: Sequence[JsonObject], plan: FsdpPlan) -> list[Problem]:
@@ -127,7 +126,7 @@ def check_settings(settings: Sequence[JsonObject], plan: FsdpPlan) -> list[Probl
 
     The problem is a warning if FSDP2 supports only the observed value, or if the script wrapped the model.
     """
-    not_supported = {problem.setting for problem in plan.problems if problem.code == _NOT_SUPPORTED_BY_FSDP2}
+    not_supported = {problem.setting for problem in plan.problems if problem.code == "FSDP-W148"}
     problems = []
     for row in settings:
         if row["status"] != "differs":

@@ -131,6 +131,10 @@ class ModuleTree:
         nested = [name for name in layers if any(repeated[name][0].children())]
         return tuple(sorted(nested or layers, key=lambda name: -sizes[name]))
 
+    def own_classes(self) -> set[str]:
+        """Return the layer classes that the model declares and has, else those that it repeats."""
+        return self.present_classes().intersection(no_split_classes(self.model)) or set(self.repeated_classes())
+
     def _repeated_modules(self) -> dict[str, list[nn.Module]]:
         """Return class name -> modules, for the classes with several modules in one of the outermost lists."""
         found: dict[str, list[nn.Module]] = {}
@@ -154,11 +158,6 @@ def no_split_classes(model: nn.Module) -> tuple[str, ...]:
     """Return the layer classes that the model and its submodules declare in ``_no_split_modules``."""
     declared = (getattr(module, "_no_split_modules", None) or () for module in model.modules())
     return tuple(sorted({name for names in declared for name in names}))
-
-
-# From torch's size_based_auto_wrap_policy: lists are never called, and attention reads the weights of its projections.
-_NEVER_WRAPPED = (nn.ModuleList, nn.ModuleDict)
-_NEVER_ENTERED = (nn.MultiheadAttention,)
 
 
 def matching_modules(setting: str, model: nn.Module, problems: ProblemCollector) -> tuple[str, ...]:
@@ -261,9 +260,7 @@ def _own_classes(tree: ModuleTree, problems: ProblemCollector) -> set[str]:
 
 def has_no_layers(spec: FsdpSpec, tree: ModuleTree) -> bool:
     """Whether the policy wraps layers that the config does not name, and the model neither declares nor repeats any."""
-    if spec.wrap.policy != "transformer" or spec.wrap.classes or tree.repeated_classes():
-        return False
-    return tree.present_classes().isdisjoint(no_split_classes(tree.model))
+    return spec.wrap.policy == "transformer" and not spec.wrap.classes and not tree.own_classes()
 
 
 def _by_size(tree: ModuleTree, problems: ProblemCollector) -> tuple[str, ...]:
@@ -279,11 +276,15 @@ def _by_size(tree: ModuleTree, problems: ProblemCollector) -> tuple[str, ...]:
         return sum(p.numel() for p in module.parameters() if id(p) not in ignored)
 
     def select(module: nn.Module, is_root: bool) -> int:
-        """Select units in ``module`` like torch's ``_recursive_wrap``, and return their number of parameters."""
-        if size(module) < threshold or isinstance(module, _NEVER_ENTERED):
+        """Select units in ``module`` like torch's ``_recursive_wrap``, and return their number of parameters.
+
+        As in torch's ``size_based_auto_wrap_policy``, lists are no units, because they are never called, and attention
+        has none inside, because it reads the weights of its projections.
+        """
+        if size(module) < threshold or isinstance(module, nn.MultiheadAttention):
             return 0
         inner = sum(select(child, False) for child in module.children() if id(child) not in tree.ignored)
-        if not is_root and size(module) - inner >= threshold and not isinstance(module, _NEVER_WRAPPED):
+        if not is_root and size(module) - inner >= threshold and not isinstance(module, nn.ModuleList | nn.ModuleDict):
             selected[id(module)] = None
             return size(module)
         return inner
@@ -298,9 +299,8 @@ def spec_of_further_model(spec: FsdpSpec, model: nn.Module, *, is_trained: bool)
     Without a backward there are no activations to recompute, so a model that is not trained has no activation
     checkpointing.
     """
-    wrap, name = spec.wrap, type(model).__name__
-    present = {found for module in model.modules() if module is not model for found in class_names(module)}
-    own = present.intersection(no_split_classes(model)) or ModuleTree(model).repeated_classes()
+    wrap, name, tree = spec.wrap, type(model).__name__, ModuleTree(model)
+    present, own = tree.present_classes(), tree.own_classes()
     largest = max((sum(p.numel() for p in child.parameters()) for child in model.children()), default=0)
     values: dict[str, Any] = {}
     problems = spec.problems

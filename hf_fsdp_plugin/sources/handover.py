@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Final
 
 from hf_fsdp_plugin.problems import UsageError
@@ -33,8 +33,7 @@ class LaunchHandover:
 
     def to_env(self) -> dict[str, str]:
         """Return the variables to add to a rank's environment. Raises ``UsageError`` if they are too long for it."""
-        options = {"quiet": self.quiet, "report": self.report, "report_table": self.report_table}
-        text = json.dumps({"given": [source.to_json() for source in self.given], **options})
+        text = json.dumps(asdict(self))
         if len(text) > _MAX_BYTES:
             settings = (setting for source in self.given for setting in source.settings)
             largest = max(settings, key=lambda setting: len(str(setting.value)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -122,16 +122,13 @@ class SourceSettings:
         enables_fsdp = self.enables_fsdp or other.enables_fsdp
         return replace(self, family=self.family or other.family, enables_fsdp=enables_fsdp, **lists)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return settings whose values are typed, and problems, as JSON."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> SourceSettings:
-        """Return what :meth:`to_json` has converted."""
+        """Return the settings, whose values are typed, and problems of which ``asdict`` was written as JSON."""
         fields = {**content, "settings": [_setting_from_json(each) for each in content["settings"]]}
         for name in _PROBLEMS:
-            fields[name] = [Problem(**{**each, "origin": _origin_from_json(each["origin"])}) for each in content[name]]
+            problems = ({**each, "origin": each["origin"] and Origin(**each["origin"])} for each in content[name])
+            fields[name] = [Problem(**each) for each in problems]
         return cls(**fields)
 
 
@@ -142,11 +139,7 @@ def _setting_from_json(fields: Mapping[str, Any]) -> Setting:
     row, value = BY_NAME.get(fields["name"]), fields["value"]
     if row is not None and row.kind == "names" and value is not None:
         value = tuple(value)
-    return Setting(**{**fields, "value": value, "origin": _origin_from_json(fields["origin"])})
-
-
-def _origin_from_json(fields: Mapping[str, Any] | None) -> Any:
-    return None if fields is None else Origin(**fields)
+    return Setting(**{**fields, "value": value, "origin": Origin(**fields["origin"])})
 
 
 Reader = Callable[[Sources], SourceSettings | None]

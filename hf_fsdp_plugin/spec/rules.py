@@ -287,7 +287,6 @@ _FP8_PACKAGES: Final[Mapping[str, tuple[str, str]]] = {
 }
 """Backend -> its module, and the name of the package that is installed."""
 _FP8_SETTINGS: Final = ("fp8.backend", "fp8.all_gather", "fp8.pad_inner_dim", "fp8.te_options")
-_FP8_BACKENDS: Final = ("ao", "te")
 _OFF: Final = "set mixed_precision: bf16."
 
 
@@ -295,7 +294,7 @@ def fp8_backend(spec: FsdpSpec) -> str:
     """Return the backend of a spec, as Accelerate chooses it: the first that is installed, or torchao."""
     if spec.fp8.backend != "auto":
         return spec.fp8.backend
-    return next((name for name in _FP8_BACKENDS if _is_installed(name)), "ao")
+    return next((name for name in ("ao", "te") if _is_installed(name)), "ao")
 
 
 def _is_installed(backend: str) -> bool:

@@ -457,7 +457,7 @@ _UNIT_FACTS: Facts = {
     "device": compute_device,
     "strategy": lambda unit: strategy_of_unit(unit).name,
     "shard_size": lambda unit: group.size() if (group := shard_group(unit)) is not None else 1,
-    "shard_rank": lambda unit: group.rank() if (group := shard_group(unit)) is not None else 0,
+    "coordinates": lambda unit: ((group.rank() if (group := shard_group(unit)) is not None else 0,),),
     "shard_ranks": lambda unit: tuple(dist.get_process_group_ranks(g)) if (g := shard_group(unit)) is not None else (),
     "replicate_size": lambda unit: group.size() if (group := replicate_group(unit)) is not None else 1,
     "hybrid": lambda unit: strategy_of_unit(unit).hybrid,

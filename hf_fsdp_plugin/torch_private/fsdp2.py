@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -311,16 +312,14 @@ def watch_gradients(model: nn.Module, after_backward: Callable[[], None]) -> lis
     """
     states = states_in(model)
     for state in states:
-        state._root_post_backward_final_callback = _then(state._root_post_backward_final_callback, after_backward)
+        own = state._root_post_backward_final_callback
+        state._root_post_backward_final_callback = partial(_call_both, own, after_backward)
     return [GroupGradients(group) for state in states for group in _parameter_groups(state)]
 
 
-def _then(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
-    def call() -> None:
-        first()
-        second()
-
-    return call
+def _call_both(first: Callable[[], None], second: Callable[[], None]) -> None:
+    first()
+    second()
 
 
 def read_units(state: Any, *, is_root: bool) -> Iterator[LiveUnit]:
@@ -486,7 +485,6 @@ _GROUP_FACTS: Facts = {
     "reduce_dtype": _reduce_dtype,
     "casts": lambda group: _policy(group).param_dtype is not None,
     "shard_size": lambda group: group.mesh_info.shard_mesh_size if _is_sharded(group) else 1,
-    "shard_rank": lambda group: group.mesh_info.shard_mesh_rank if _is_sharded(group) else 0,
     "shard_ranks": lambda group: (
         tuple(dist.get_process_group_ranks(group.mesh_info.shard_process_group)) if _is_sharded(group) else ()
     ),

@@ -25,11 +25,8 @@ if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 _CHECKPOINT = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
-_FILES = "torch.distributed.checkpoint.filesystem"
-_C10D = "torch.distributed.distributed_c10d"
 _LAYOUT = "torch.distributed.tensor._utils"
 _TREE = "torch.utils._pytree"
-_DISPATCH = "torch.utils._python_dispatch"
 _ATTENTION = (
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_flash_attention",
@@ -44,10 +41,10 @@ _NO_HOOKS: Mapping[int, Any] = {}
 if not TYPE_CHECKING:
     ActivationWrapper = import_target(f"{_CHECKPOINT}:ActivationWrapper", CONTRACTS)
     CheckpointWrapper = import_target(f"{_CHECKPOINT}:CheckpointWrapper", CONTRACTS)
-    TorchDispatchMode = import_target(f"{_DISPATCH}:TorchDispatchMode", CONTRACTS)
+    TorchDispatchMode = import_target("torch.utils._python_dispatch:TorchDispatchMode", CONTRACTS)
 checkpoint_wrapper = import_target(f"{_CHECKPOINT}:checkpoint_wrapper", CONTRACTS)
-StorageInfo = import_target(f"{_FILES}:_StorageInfo", CONTRACTS)
-default_store = import_target(f"{_C10D}:_get_default_store", CONTRACTS)
+StorageInfo = import_target("torch.distributed.checkpoint.filesystem:_StorageInfo", CONTRACTS)
+default_store = import_target("torch.distributed.distributed_c10d:_get_default_store", CONTRACTS)
 compute_local_shape_and_global_offset = import_target(f"{_LAYOUT}:compute_local_shape_and_global_offset", CONTRACTS)
 tree_leaves = import_target(f"{_TREE}:tree_leaves", CONTRACTS)
 tree_map = import_target(f"{_TREE}:tree_map", CONTRACTS)

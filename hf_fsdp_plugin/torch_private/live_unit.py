@@ -56,7 +56,7 @@ class LiveUnit:
         prefetched: the modules of the units that FSDP2 gathers before this unit's forward.
         shard_ranks: the ranks that have the unit's shards, in the order of the shards; empty if it is not sharded.
         axes: name and size of the axes of the mesh, as torch has them: ``cp``, ``tp`` and ``ep`` among others.
-        coordinates: for each of ``shards``, which part of the parameter this rank has; empty under FSDP1.
+        coordinates: for each of ``shards``, which part this rank has: its position on each axis that divides it.
         reduces: whether the next backward reduces gradients over the shard group.
         all_reduces: whether the next backward reduces gradients over the replicas.
         unreduced: whether there are gradients that were computed but not reduced, so that the optimizer misses them.
@@ -124,7 +124,7 @@ _EMPTY: Final = (
     "gradients", "held", "casting", "parameter_ids", "copy_ids",
 )  # fmt: skip
 _DEFAULTS: Final[Mapping[str, Any]] = {
-    **dict.fromkeys(("num_params", "num_local_params", "num_frozen", "num_local_trainable", "shard_rank"), 0),
+    **dict.fromkeys(("num_params", "num_local_params", "num_frozen", "num_local_trainable"), 0),
     **dict.fromkeys(("shard_size", "replicate_size"), 1),
     **dict.fromkeys(("casts", "unreduced", "hybrid", "reshards", "offloaded", "forward_prefetch", "lazy"), False),
     **dict.fromkeys(("reduces", "all_reduces", "reshards_after_backward", "limit_all_gathers", "use_orig"), True),
