@@ -9,11 +9,11 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from hf_fsdp_plugin.problems import DEFAULT_ORIGIN, Origin, Problem, SpecError, has_errors
-from hf_fsdp_plugin.sources import accelerate_file, command_line, environment, script_objects
+from hf_fsdp_plugin.sources import accelerate_file, command_line, environment
 from hf_fsdp_plugin.sources.accelerate_file import FsdpConfig
 from hf_fsdp_plugin.sources.environment import locate_config
 from hf_fsdp_plugin.sources.interface import Setting, Sources, SourceSettings, config_of
-from hf_fsdp_plugin.sources.script_objects import FsdpOptions
+from hf_fsdp_plugin.sources.script_objects import ARGUMENTS, FsdpOptions
 from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.spec.defaults import FAMILY_DEFAULTS
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
@@ -175,8 +175,8 @@ def with_script_settings(
     """
     if getattr(sources.get("distributed_config"), MADE_FROM_SPEC, False):
         del sources["distributed_config"]
-    read, level = read_settings(Sources(environ={}, **sources)), script_objects.ARGUMENTS
-    settings = [Setting(name=name, value=value, origin=origin, level=level) for name, value in values.items()]
+    read = read_settings(Sources(environ={}, **sources))
+    settings = [Setting(name=name, value=value, origin=origin, level=ARGUMENTS) for name, value in values.items()]
     now = {name: (value, origin) for name, value, origin in spec.settings()}
     for setting in (setting for source in read for setting in source.settings):
         if setting.name == "sharding.reshard":
