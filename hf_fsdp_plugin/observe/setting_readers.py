@@ -251,13 +251,13 @@ def read_setting(name: str, run: ObservedRun) -> ObservedValue:
     return unobserved("only the launcher uses this setting; the model does not record it")
 
 
-def observe_settings(run: ObservedRun) -> list[dict[str, Any]]:
+def observe_settings(run: ObservedRun) -> list[Mapping[str, Any]]:
     """Compare the settings that the report shows with the live model, in the order of the spec.
 
     Each of them is ``observed_setting`` of docs/json.schema.json.
     """
     plan, spec = run.plan, run.plan.spec
-    rows: list[dict[str, Any]] = []
+    rows: list[Mapping[str, Any]] = []
     shown = {*_ALWAYS_SHOWN, *(["wrap.classes"] if spec.wrap.policy == "transformer" else [])}
     if spec.uses_fp8:
         shown |= {"fp8.backend", "fp8.all_gather"}
