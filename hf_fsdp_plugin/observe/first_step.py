@@ -16,11 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_fsdp_plugin.backends.optimizers.parameters import (
-    after_each_step,
-    has_parameters_of,
-    parameters_in,
-)
+from hf_fsdp_plugin.backends.optimizers.parameters import after_each_step, has_parameters_of, parameters_in
 from hf_fsdp_plugin.backends.sharding.forwards import float_outputs
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.contracts import off_without
@@ -53,9 +49,8 @@ class FirstStep:
         is_packed: whether its inputs have positions or lengths of several sequences in one row.
         evaluates: whether a forward in eval mode, with gradients, has run since the last optimizer step.
         unsharded: the parameters that no unit had when the record began; ``None`` if this is unknown.
-        num_optimized: number of parameters of each optimizer when they were last checked.
+        num_optimized: the optimizers whose steps are observed -> number of their parameters at the last check.
         options: number of an examined step, class of the optimizer, name of an option -> its value in each group.
-        observed: the optimizers whose steps are observed.
         optimized_ids: ``id`` of the parameters that the optimizers had when they were prepared.
         shard_hashes: hashes of the trained shards before the first optimizer step with a learning rate above 0.
         later_hashes: their hashes after that step and after later examined ones. The weights at the end of a run
@@ -82,7 +77,6 @@ class FirstStep:
     unsharded: tuple[nn.Parameter, ...] | None = None
     options: dict[tuple[int, str, str], tuple[Any, ...]] = field(default_factory=dict)
     num_optimized: WeakKeyDictionary[torch.optim.Optimizer, int] = field(default_factory=WeakKeyDictionary)
-    observed: WeakSet[torch.optim.Optimizer] = field(default_factory=WeakSet)
 
     @off_without(None)
     def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -148,8 +142,7 @@ def record_first_step(model: nn.Module, *optimizers: Any) -> FirstStep:
     is_offloaded = plan is not None and plan.version == 1 and plan.offload_params and plan.device_type != "cpu"
     for optimizer in optimizers:
         inner = weights.unwrapped_optimizer(optimizer)
-        if inner is not None and inner not in first_step.observed:
-            first_step.observed.add(inner)
+        if inner is not None and inner not in first_step.num_optimized:
             first_step.optimized_ids |= {id(parameter) for parameter in parameters_in(inner)}
             first_step.num_optimized[inner] = len(parameters_in(inner))
             # A hook must not remove itself here: the optimizer iterates over its hooks without a copy.

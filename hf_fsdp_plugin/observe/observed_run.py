@@ -22,7 +22,7 @@ class ObservedValue:
     """The value of one setting on the live model.
 
     Attributes:
-        value: the canonical value; ``None`` if ``unobserved_value``.
+        value: the canonical value; ``None`` if ``unobserved``.
         reason: why the setting is unobservable, or an explanation of the value.
         matches: whether the value matches the request; ``None`` if the caller compares them for equality.
         unobservable: whether the setting cannot be read from the live model.
@@ -101,26 +101,24 @@ class ObservedRun:
         return any(not each.from_policy and not each.reshard_after_forward for each in found)
 
 
-def unobserved_value(reason: str) -> ObservedValue:
+def unobserved(reason: str) -> ObservedValue:
     return ObservedValue(reason=reason, unobservable=True)
 
 
-def differing_value(value: Any, reason: str = "") -> ObservedValue:
+def differing(value: Any, reason: str = "") -> ObservedValue:
     """Return a value that is not the requested one, whatever that is."""
     return ObservedValue(value, reason, matches=False)
 
 
 def common_value(values: Iterable[Any]) -> Any:
     """Return the value if all values are equal, else ``mixed: a, b``; ``None`` if there are no values."""
-    distinct = list(dict.fromkeys(values))
-    if not distinct:
+    if not (distinct := list(dict.fromkeys(values))):
         return None
     return distinct[0] if len(distinct) == 1 else "mixed: " + ", ".join(sorted(map(str, distinct)))
 
 
 JsonObject = Mapping[str, Any]
 """An object of the report's JSON, such as a setting, a unit, or the memory of a rank."""
-_NOT_SUPPORTED_BY_FSDP2 = "FSDP-W148"
 
 
 def check_settings(settings: Sequence[JsonObject], plan: FsdpPlan) -> list[Problem]:
@@ -128,7 +126,7 @@ def check_settings(settings: Sequence[JsonObject], plan: FsdpPlan) -> list[Probl
 
     The problem is a warning if FSDP2 supports only the observed value, or if the script wrapped the model.
     """
-    not_supported = {problem.setting for problem in plan.problems if problem.code == _NOT_SUPPORTED_BY_FSDP2}
+    not_supported = {problem.setting for problem in plan.problems if problem.code == "FSDP-W148"}
     problems = []
     for row in settings:
         if row["status"] != "differs":

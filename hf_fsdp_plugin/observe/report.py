@@ -186,10 +186,8 @@ class Report:
         lines = _wrap(f"FSDP report of the live model: {self._facts()}")
         if self.batch is not None:
             tokens = f", {self.tokens:,} tokens" if self.tokens else ""
-            factors = (
-                f" = {self.batch.per_device} per device × {self.batch.accumulation} accumulated × "
-                f"{self.num_data_ranks} data-parallel ranks"
-            )
+            factors = f" = {self.batch.per_device} per device × {self.batch.accumulation} accumulated"
+            factors = f"{factors} × {self.num_data_ranks} data-parallel ranks"
             factors = ", of different sizes by rank" if self.batch.all_ranks else factors
             lines.append(f"effective batch size {self.effective_batch_size}{factors}{tokens}")
         parts = [

@@ -7,36 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from hf_fsdp_plugin.backends.sharding.forwards import checkpoints_itself
 from hf_fsdp_plugin.contracts import ContractError
 from hf_fsdp_plugin.devices import accelerator_type
 from hf_fsdp_plugin.observe import unit_readers
-from hf_fsdp_plugin.observe.observed_run import (
-    JsonObject,
-    ObservedRun,
-    ObservedValue,
-    common_value,
-    differing_value,
-    unobserved_value,
-)
+from hf_fsdp_plugin.observe.observed_run import ObservedRun, ObservedValue, common_value, differing, unobserved
 from hf_fsdp_plugin.observe.units import checkpoints_natively
 from hf_fsdp_plugin.observe.weights import WeightComparison
 from hf_fsdp_plugin.plan.names import canonical_name, is_inside
 from hf_fsdp_plugin.spec.values import setting_to_json
 from hf_fsdp_plugin.text import plural
 from hf_fsdp_plugin.torch_private import functions
-from hf_fsdp_plugin.torch_private.functions import ActivationWrapper, CheckpointWrapper
 from hf_fsdp_plugin.torch_private.modules import calls_compiled
 
 
 def read_checkpointing(run: ObservedRun) -> ObservedValue:
-    wrappers = [module for module in run.model.modules() if isinstance(module, CheckpointWrapper)]
+    wrappers = [module for module in run.model.modules() if isinstance(module, functions.CheckpointWrapper)]
     native = any(map(checkpoints_natively, run.model.modules()))
     if len(switched := run.first_step.native_checkpointing | {native}) > 1 and not wrappers:
         reason = f"{len(switched)} states of Transformers' gradient checkpointing were observed during the run"
-        return differing_value("switched on and off", reason)
+        return differing("switched on and off", reason)
     if not wrappers and not native:
         return ObservedValue("none")
     if wrappers and native:
@@ -51,10 +43,10 @@ def read_checkpointing(run: ObservedRun) -> ObservedValue:
     keywords = [functions.checkpoint_keywords(module) for module in wrappers]
     kind = common_value("selective" if "context_fn" in names else "full" for names in keywords)
     if broken := [module for module in wrappers if not functions.uses_torch_checkpoint(module)]:
-        return differing_value(f"{kind} in {len(wrappers) - len(broken)} of {len(wrappers)} units")
+        return differing(f"{kind} in {len(wrappers) - len(broken)} of {len(wrappers)} units")
     not_checkpointed = [unit.name for unit in run.layers if not unit.checkpointed]
     if not_checkpointed and len(wrappers) < len(run.layers):
-        return differing_value(f"{kind} in {len(wrappers)} of {len(run.layers)} units")
+        return differing(f"{kind} in {len(wrappers)} of {len(run.layers)} units")
     return ObservedValue(kind, reason=f"{len(wrappers)} modules")
 
 
@@ -66,18 +58,18 @@ def read_native(run: ObservedRun) -> ObservedValue:
     if every > 1 and [checkpoints_natively(layer) for layer in layers] == [n % every == 0 for n in range(len(layers))]:
         return ObservedValue(True, f"in one of {every} layers: every_n_layers={every} of Transformers", matches=True)
     if 0 < num_enabled < len(layers):
-        return differing_value(f"in {num_enabled} of {len(layers)} layers")
+        return differing(f"in {num_enabled} of {len(layers)} layers")
     return ObservedValue(any(map(checkpoints_natively, run.model.modules())))
 
 
 def read_activation_offload(run: ObservedRun) -> ObservedValue:
     """Read whether the activations of all planned units are offloaded."""
-    wrappers = [module for module in run.model.modules() if isinstance(module, ActivationWrapper)]
-    offloaders = [wrapper for wrapper in wrappers if not isinstance(wrapper, CheckpointWrapper)]
+    wrappers = [module for module in run.model.modules() if isinstance(module, functions.ActivationWrapper)]
+    offloaders = [wrapper for wrapper in wrappers if not isinstance(wrapper, functions.CheckpointWrapper)]
     found = sum(map(functions.calls_own_forward, offloaders))
     planned = len(run.chosen)
     if 0 < found < planned:
-        return differing_value(f"in {found} of {planned} units")
+        return differing(f"in {found} of {planned} units")
     return ObservedValue(found > 0)
 
 
@@ -86,33 +78,32 @@ def read_ram_efficient(run: ObservedRun) -> ObservedValue:
     observed = read_loading(run, planned=run.plan.ram_efficient)
     weights = run.weights
     if observed.matches and weights is not None and weights.num_shared_ranks == 0 and run.world_size > 1:
-        return unobserved_value("no rank had mapped parameters, or not loaded them, before the model was sharded")
+        return unobserved("no rank had mapped parameters, or not loaded them, before the model was sharded")
     return observed
 
 
 def read_loading(run: ObservedRun, *, planned: bool) -> ObservedValue:
     """Check that every rank has rank 0's weights and that no tensor is on the meta device."""
     if not planned:
-        return unobserved_value("every rank loads all weights; this cannot be read off the model")
-    weights = run.weights
-    if weights is None:
-        return unobserved_value("the weights were not compared between ranks")
+        return unobserved("every rank loads all weights; this cannot be read off the model")
+    if (weights := run.weights) is None:
+        return unobserved("the weights were not compared between ranks")
     if weights.num_on_meta:
-        return differing_value(False, f"{weights.num_on_meta} tensors were not loaded: they are on the meta device")
+        return differing(False, f"{weights.num_on_meta} tensors were not loaded: they are on the meta device")
     if weights.differing:
-        return differing_value(False, f"ranks differ in {', '.join(weights.differing[:3])}")
+        return differing(False, f"ranks differ in {', '.join(weights.differing[:3])}")
     num_planned = sum(len(unit.parameters) for unit in run.plan.units) + len(run.plan.ignored_parameters)
     if weights.num_broadcast is not None:
         num_equal = weights.num_broadcast + weights.num_from_files
         if num_equal < num_planned and not run.plan.pre_sharded:
             reason = f"{num_equal} tensors are those of rank 0, but the model has {num_planned} parameters"
-            return differing_value(False, reason)
+            return differing(False, reason)
         origin = _origin_of_weights(weights)
         if num_equal:
             return ObservedValue(True, origin, matches=True)
     if weights.replicated:
         return ObservedValue(True, "replicas and buffers are equal on all ranks", matches=True)
-    return unobserved_value("all weights are loaded and buffers are equal, but no weight is on more than one rank")
+    return unobserved("all weights are loaded and buffers are equal, but no weight is on more than one rank")
 
 
 def _origin_of_weights(weights: WeightComparison) -> str:
@@ -128,22 +119,21 @@ def read_num_machines(run: ObservedRun) -> ObservedValue:
     if run.num_hosts == run.plan.spec.launch.num_machines:
         return ObservedValue(run.num_hosts)
     found = f"the ranks have {run.num_hosts} host names"
-    return unobserved_value(f"{found}, but containers of one machine may have different names")
+    return unobserved(f"{found}, but containers of one machine may have different names")
 
 
 def read_mixed_precision(run: ObservedRun) -> ObservedValue:
     if run.plan.spec.uses_fp8:
-        return replace(
-            unit_readers.read_fp8_backend(run), value="fp8" if any(unit.fp8_modules for unit in run.units) else "no"
-        )
+        value = "fp8" if any(unit.fp8_modules for unit in run.units) else "no"
+        return replace(unit_readers.read_fp8_backend(run), value=value)
     asked, param = str(run.plan.spec.launch.mixed_precision).lower(), run.plan.spec.precision.param
     if (asked in ("bf16", "fp16") or param in ("bf16", "fp16")) and param != asked:
-        return unobserved_value(f"overridden by precision.param={param}")
+        return unobserved(f"overridden by precision.param={param}")
     if not run.units_with_params:
-        return unobserved_value("no parameter belongs to a unit")
+        return unobserved("no parameter belongs to a unit")
     value = common_value(unit.param_dtype for unit in run.units_in_policy_dtype)
     if reason := unit_readers.unplanned_cast(run):
-        return differing_value(value, reason)
+        return differing(value, reason)
     casts = any(unit.live.casts for unit in run.units_with_params)
     return ObservedValue(value if casts and value != "fp32" else "no")
 
@@ -164,7 +154,7 @@ def read_dynamo(run: ObservedRun) -> ObservedValue:
         reason = "TORCHDYNAMO_DISABLE or torch._dynamo.config.disable is set"
         return ObservedValue("not compiled", reason, matches=not compiles)
     if compiles and compiled and len(called) < len(chosen):
-        return differing_value(f"compiled in {len(called)} of {len(chosen)} units")
+        return differing(f"compiled in {len(called)} of {len(chosen)} units")
     reason = f"by region: {plural(len(compiled), 'module')}" if compiled and "" not in compiled else ""
     return ObservedValue("compiled" if compiled else "not compiled", reason, matches=bool(compiled) == compiles)
 
@@ -172,19 +162,15 @@ def read_dynamo(run: ObservedRun) -> ObservedValue:
 ValueReader = Callable[[ObservedRun], ObservedValue]
 
 
-def _recorded(attribute: str, missing: str, reason: str = "") -> ValueReader:
-    """Return a reader of an attribute of the run, which is unobservable if it is ``None``, for the reason `missing`."""
-
-    def read(run: ObservedRun) -> ObservedValue:
-        value = getattr(run, attribute)
-        return unobserved_value(missing) if value is None else ObservedValue(value, reason)
-
-    return read
+def read_asynchronous(run: ObservedRun) -> ObservedValue:
+    if run.saved_asynchronously is None:
+        return unobserved("no checkpoint was saved")
+    return ObservedValue(run.saved_asynchronously, "of the last checkpoint")
 
 
 def read_state_dict(run: ObservedRun) -> ObservedValue:
     if run.state_dict is None:
-        return unobserved_value("no checkpoint was saved, and the report has no Accelerator")
+        return unobserved("no checkpoint was saved, and the report has no Accelerator")
     return ObservedValue(run.state_dict, run.state_dict_reason, matches=True if run.state_dict_reason else None)
 
 
@@ -230,9 +216,9 @@ READERS: Final[Mapping[str, ValueReader]] = {
     "prefetch.limit_all_gathers": _switch_of_fsdp1("limit_all_gathers", "FSDP2 always limits all-gathers"),
     "params.use_orig": _switch_of_fsdp1("use_orig", "FSDP2 always keeps the original parameters"),
     "checkpoint.state_dict": read_state_dict,
-    "checkpoint.asynchronous": _recorded("saved_asynchronously", "no checkpoint was saved", "of the last checkpoint"),
-    "checkpoint.verify": lambda run: unobserved_value("only a resume uses this setting; the model does not record it"),
-    "checkpoint.save_on_signal": lambda run: unobserved_value("it takes effect when a signal arrives"),
+    "checkpoint.asynchronous": read_asynchronous,
+    "checkpoint.verify": lambda run: unobserved("only a resume uses this setting; the model does not record it"),
+    "checkpoint.save_on_signal": lambda run: unobserved("it takes effect when a signal arrives"),
     "activation.native": read_native,
     "activation.offload": read_activation_offload,
     "loading.ram_efficient": read_ram_efficient,
@@ -240,7 +226,7 @@ READERS: Final[Mapping[str, ValueReader]] = {
     "fp8.backend": unit_readers.read_fp8_backend,
     "fp8.all_gather": unit_readers.read_fp8_all_gather,
     "fp8.pad_inner_dim": unit_readers.read_fp8_padding,
-    "fp8.te_options": lambda run: unobserved_value("the layers of Transformer Engine do not store its recipe"),
+    "fp8.te_options": lambda run: unobserved("the layers of Transformer Engine do not store its recipe"),
     "launch.num_processes": lambda run: ObservedValue(run.world_size),
     "launch.num_machines": read_num_machines,
     "launch.mixed_precision": read_mixed_precision,
@@ -262,16 +248,16 @@ def read_setting(name: str, run: ObservedRun) -> ObservedValue:
     if name.startswith("xla."):
         asked = run.plan.spec.get(name)
         return ObservedValue(False if asked else asked, "the model is not on an XLA device", matches=not asked)
-    return unobserved_value("only the launcher uses this setting; the model does not record it")
+    return unobserved("only the launcher uses this setting; the model does not record it")
 
 
-def observe_settings(run: ObservedRun) -> list[JsonObject]:
+def observe_settings(run: ObservedRun) -> list[Mapping[str, Any]]:
     """Compare the settings that the report shows with the live model, in the order of the spec.
 
     Each of them is ``observed_setting`` of docs/json.schema.json.
     """
     plan, spec = run.plan, run.plan.spec
-    rows: list[JsonObject] = []
+    rows: list[Mapping[str, Any]] = []
     shown = {*_ALWAYS_SHOWN, *(["wrap.classes"] if spec.wrap.policy == "transformer" else [])}
     if spec.uses_fp8:
         shown |= {"fp8.backend", "fp8.all_gather"}
@@ -279,21 +265,18 @@ def observe_settings(run: ObservedRun) -> list[JsonObject]:
         planned = plan.get(name)
         asked = spec.get(name) if spec.asked(name) else planned
         if not run.units and not name.startswith("launch."):
-            found = differing_value("not sharded", "no module of the live model is an FSDP unit")
+            found = differing("not sharded", "no module of the live model is an FSDP unit")
         else:
             try:
                 found = read_setting(name, run)
             except ContractError as error:
-                found = unobserved_value(error.reason)
+                found = unobserved(error.reason)
             if found.value is None and not found.unobservable:
                 # For example, scalars are not sharded, so the units of a model of scalars have no parameters.
                 reasons = (error.reason for unit in run.units for error in unit.live.unknown())
-                found = unobserved_value(next(reasons, "no unit has parameters"))
-        if (
-            name in _DTYPES
-            and not (run.model.training or run.first_step.num_steps)
-            and (cast := unit_readers.stored_cast(run))
-        ):
+                found = unobserved(next(reasons, "no unit has parameters"))
+        only_evaluated = not (run.model.training or run.first_step.num_steps)
+        if only_evaluated and name in _DTYPES and (cast := unit_readers.stored_cast(run)):
             found = replace(found, reason=f"{cast}, of a model that is only evaluated", matches=True)
         if plan.pre_sharded and not spec.asked(name) and not found.unobservable:
             found = replace(found, reason=found.reason or "set by the script when it wrapped the model", matches=True)

@@ -10,20 +10,13 @@ from typing import Any
 
 from torch import nn
 
-import hf_fsdp_plugin.text as text
 from hf_fsdp_plugin.axes import MODEL_AXES
-from hf_fsdp_plugin.observe.observed_run import (
-    ObservedRun,
-    ObservedValue,
-    common_value,
-    differing_value,
-    unobserved_value,
-)
+from hf_fsdp_plugin.observe.observed_run import ObservedRun, ObservedValue, common_value, differing, unobserved
 from hf_fsdp_plugin.observe.units import UnitObservation, dtype_name, fp8_library
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.state import find_part
 from hf_fsdp_plugin.strategies import STRATEGIES, strategy_of
-from hf_fsdp_plugin.text import format_dtype, format_names
+from hf_fsdp_plugin.text import format_dtype, format_names, plural
 from hf_fsdp_plugin.torch_private.context_parallel import ContextMesh, context_exchange
 
 
@@ -31,28 +24,27 @@ def read_strategy(run: ObservedRun) -> ObservedValue:
     """Read FSDP1's strategy; under FSDP2, derive it from the mesh and the reshard flag of the layers."""
     value = common_value(unit.live.strategy or _strategy_of_mesh(unit) for unit in run.layers)
     if run.structure.unsharded:
-        return differing_value(f"{value}, except some parameters", run.structure.reason)
+        return differing(f"{value}, except some parameters", run.structure.reason)
     if added := run.structure.added:
-        reason = f"{text.plural(len(added), 'parameter')} were added after prepare(): {format_names(added, 2)}"
-        return differing_value(f"{value}, except some parameters", reason)
+        reason = f"{plural(len(added), 'parameter')} were added after prepare(): {format_names(added, 2)}"
+        return differing(f"{value}, except some parameters", reason)
     switched_off = [unit.label for unit in run.units_with_params if not unit.live.reduces]
     if len(switched_off) == len(run.units_with_params):  # by Accelerate, between two micro-batches
         switched_off = []
     if unreduced := sorted({*run.first_step.unreduced, *switched_off}):
         reason = f"gradients are not reduced: {format_names(unreduced, 2)}"
-        return differing_value(f"{value} without gradient reduction", reason)
+        return differing(f"{value} without gradient reduction", reason)
     gathered = [unit.label for unit in run.units_with_params if not unit.live.reshards_after_backward]
     if gathered and run.world_size > 1:
         reason = f"set_reshard_after_backward(False) keeps gathered parameters: {format_names(gathered, 2)}"
-        return differing_value(f"{value} without reshard after backward", reason)
+        return differing(f"{value} without reshard after backward", reason)
     if run.world_size == 1:
         return ObservedValue(value, "with one rank, all strategies are the same", matches=True)
     is_only_root = all(unit.live.is_root for unit in run.layers)
     if (is_only_root or all(map(run.is_kept, run.layers))) and _differs_in_reshard_only(value, run.plan.strategy):
         # Both FSDP versions keep the root's gathered parameters until backward under every strategy.
-        return ObservedValue(
-            run.plan.strategy, f"the plan keeps these units until the backward, as {value}", matches=True
-        )
+        reason = f"the plan keeps these units until the backward, as {value}"
+        return ObservedValue(run.plan.strategy, reason, matches=True)
     if value in STRATEGIES and not STRATEGIES[value].is_sharded and run.plan.mesh.shard == 1:
         return ObservedValue(value, "a shard group of one rank does not shard", matches=True)
     return ObservedValue(value)
@@ -81,7 +73,7 @@ def read_mesh_shard(run: ObservedRun) -> ObservedValue:
             if unit.live.shard_ranks not in ((), planned):
                 group, expected = (", ".join(map(str, ranks)) for ranks in (unit.live.shard_ranks, planned))
                 reason = f"the shards of {unit.name or 'the root'} are on ranks {group} instead of {expected}"
-                return differing_value(size, reason)
+                return differing(size, reason)
     return ObservedValue(size)
 
 
@@ -103,9 +95,9 @@ def read_mesh_replicate(run: ObservedRun) -> ObservedValue:
     size = common_value(unit.live.replicate_size for unit in run.units_with_params)
     local = [unit.label for unit in run.units_with_params if size != 1 and not unit.live.all_reduces]
     if run.weights is not None and run.weights.diverged:
-        return differing_value(size, f"the replicas have different weights: {format_names(run.weights.diverged, 2)}")
+        return differing(size, f"the replicas have different weights: {format_names(run.weights.diverged, 2)}")
     if local:
-        return differing_value(size, f"gradients are not reduced over the replicas: {format_names(local, 2)}")
+        return differing(size, f"gradients are not reduced over the replicas: {format_names(local, 2)}")
     return ObservedValue(size)
 
 
@@ -120,10 +112,10 @@ def read_wrap_policy(run: ObservedRun) -> ObservedValue:
 def _if_planned(run: ObservedRun, value: Any) -> ObservedValue:
     """Return a value if the units are those of the plan, because FSDP does not store what has selected them."""
     if run.plan.pre_sharded:
-        return unobserved_value("the script wrapped the model")
+        return unobserved("the script wrapped the model")
     if run.structure.reason:
         below_root = any(not unit.live.is_root for unit in run.units)
-        return differing_value("other units" if below_root else "none", run.structure.reason)
+        return differing("other units" if below_root else "none", run.structure.reason)
     return ObservedValue(value, "the units and their parameters are those of the plan", matches=True)
 
 
@@ -136,9 +128,8 @@ def read_wrap_classes(run: ObservedRun) -> ObservedValue:
 
 
 def read_min_num_params(run: ObservedRun) -> ObservedValue:
-    sizes = [unit.num_params for unit in run.plan.units if unit.from_policy]
-    if not sizes:
-        return unobserved_value("the size policy chose no unit")
+    if not (sizes := [unit.num_params for unit in run.plan.units if unit.from_policy]):
+        return unobserved("the size policy chose no unit")
     return _if_planned(run, f"smallest unit {min(sizes):,}")
 
 
@@ -158,9 +149,9 @@ def read_offload(run: ObservedRun) -> ObservedValue:
 
 def read_pin_memory(run: ObservedRun) -> ObservedValue:
     if not any(unit.offloaded for unit in run.units_with_params):
-        return unobserved_value("no parameters are offloaded")
+        return unobserved("no parameters are offloaded")
     if run.device_type == "cpu":
-        return unobserved_value("CPU ranks do not pin memory")
+        return unobserved("CPU ranks do not pin memory")
     shards = (shard for unit in run.units_with_params for shard in unit.live.shards)
     return ObservedValue(common_value(shard.is_pinned() for shard in shards))
 
@@ -168,7 +159,7 @@ def read_pin_memory(run: ObservedRun) -> ObservedValue:
 def read_param_dtype(run: ObservedRun) -> ObservedValue:
     value = common_value(unit.param_dtype for unit in run.units_in_policy_dtype)
     if value is not None and (reason := unplanned_cast(run)):
-        return differing_value(value, reason)
+        return differing(value, reason)
     if run.plan.precision.param == "unchanged":
         casts = any(unit.live.casts for unit in run.units_with_params)
         return ObservedValue(value, "the dtype of the parameters, without a cast", matches=not casts)
@@ -192,14 +183,13 @@ def read_fp32_modules(run: ObservedRun) -> ObservedValue:
     modules = list(dict.fromkeys(name.rpartition(".")[0] for name in found))
     if others:
         reason = f"{len(others)} parameters are not gathered in the planned dtype: {format_names(others, 3)}"
-        return differing_value(modules, reason)
+        return differing(modules, reason)
     return ObservedValue(modules, f"{len(found)} parameters are gathered in fp32", matches=True)
 
 
 def read_reduce_dtype(run: ObservedRun) -> ObservedValue:
-    dtypes = [unit.reduce_dtype for unit in run.units_with_params if unit.reduce_dtype]
-    if not dtypes:
-        return unobserved_value("no parameter is trained, so no gradient is reduced")
+    if not (dtypes := [unit.reduce_dtype for unit in run.units_with_params if unit.reduce_dtype]):
+        return unobserved("no parameter is trained, so no gradient is reduced")
     return ObservedValue(common_value(dtypes), matches=_true_if_unchanged(run.plan.precision.reduce))
 
 
@@ -211,15 +201,15 @@ def read_output_dtype(run: ObservedRun) -> ObservedValue:
     policies = [unit.live.output_dtype for unit in run.units if unit.live.is_root and unit.live.version == 2]
     if policies:
         return ObservedValue(dtype_name(policies[0]) or "unchanged", "from the policy of the root", matches)
-    return unobserved_value("FSDP1 does not store an output dtype, and no forward was recorded")
+    return unobserved("FSDP1 does not store an output dtype, and no forward was recorded")
 
 
 def read_buffer_dtype(run: ObservedRun) -> ObservedValue:
     dtypes = [dtype_name(buffer.dtype) for buffer in run.model.buffers() if buffer.is_floating_point()]
     if not dtypes:
-        return unobserved_value("the model has no floating-point buffers")
+        return unobserved("the model has no floating-point buffers")
     if any(unit.live.version == 1 and unit.live.lazy for unit in run.units):
-        return unobserved_value("FSDP1 casts buffers in the first forward, which has not run yet")
+        return unobserved("FSDP1 casts buffers in the first forward, which has not run yet")
     return ObservedValue(common_value(dtypes), matches=_true_if_unchanged(run.plan.precision.buffer))
 
 
@@ -232,7 +222,7 @@ _NO_PREFETCH = "fewer than two units below the root, so there is nothing to pref
 
 def read_backward_prefetch(run: ObservedRun) -> ObservedValue:
     if len(run.units_below_root) < 2:
-        return unobserved_value(_NO_PREFETCH)
+        return unobserved(_NO_PREFETCH)
     return ObservedValue(common_value(unit.live.backward_prefetch for unit in run.units_below_root))
 
 
@@ -240,10 +230,10 @@ def read_forward_prefetch(run: ObservedRun) -> ObservedValue:
     """Read whether units prefetch the next one in the module tree."""
     num_units = len(run.units_below_root)
     if num_units < 2:
-        return unobserved_value(_NO_PREFETCH)
+        return unobserved(_NO_PREFETCH)
     num_prefetching = sum(unit.live.forward_prefetch for unit in run.units_below_root)
     if num_prefetching not in (0, num_units, num_units - 1):  # under FSDP2 the last unit has no next one
-        return differing_value(f"in {num_prefetching} of {num_units} units")
+        return differing(f"in {num_prefetching} of {num_units} units")
     wrong = [
         unit.name
         for unit, successor in pairwise(unit for unit in run.units if not unit.live.is_root)
@@ -251,7 +241,7 @@ def read_forward_prefetch(run: ObservedRun) -> ObservedValue:
     ]
     if wrong and not run.plan.pre_sharded:
         reason = f"{wrong[0]} prefetches another unit than the next one"
-        return differing_value(f"of another unit in {len(wrong)} units", reason)
+        return differing(f"of another unit in {len(wrong)} units", reason)
     return ObservedValue(num_prefetching > 0)
 
 
@@ -286,12 +276,10 @@ def read_fp8_backend(run: ObservedRun) -> ObservedValue:
     linear = [canonical_name(name) for name, module in run.model.named_modules() if isinstance(module, nn.Linear)]
     others = [name for name in linear if name not in layers]
     if not layers:
-        return (
-            differing_value("none", "no layer computes in fp8") if run.plan.spec.uses_fp8 else unobserved_value(_NO_FP8)
-        )
+        return differing("none", "no layer computes in fp8") if run.plan.spec.uses_fp8 else unobserved(_NO_FP8)
     value = common_value(map(fp8_library, layers.values()))
     emulated = any(getattr(config, "emulate", False) for config in _fp8_configs(run))
-    reason = f"{text.plural(len(layers), 'layer computes', 'layers compute')} in fp8{', emulated' if emulated else ''}"
+    reason = f"{plural(len(layers), 'layer computes', 'layers compute')} in fp8{', emulated' if emulated else ''}"
     reason += f"; other linear layers: {format_names(others, 3)}" if others else ""
     return ObservedValue(value, reason, matches=value == run.plan.get("fp8.backend"))
 
@@ -299,16 +287,16 @@ def read_fp8_backend(run: ObservedRun) -> ObservedValue:
 def read_fp8_all_gather(run: ObservedRun) -> ObservedValue:
     """Read whether the shards of all layers in fp8 cast themselves in the all-gather."""
     if not (sharded := {name for unit in run.units for name in unit.fp8_modules}):
-        return unobserved_value("no layer in fp8 is sharded" if run.plan.spec.uses_fp8 else _NO_FP8)
-    found = sum(key == "weight" for unit in run.units for _, key in unit.live.casting)
+        return unobserved("no layer in fp8 is sharded" if run.plan.spec.uses_fp8 else _NO_FP8)
+    found = sum(unit.live.casting.count("weight") for unit in run.units)
     if 0 < found < len(sharded):
-        return differing_value(f"in {found} of {len(sharded)} layers")
+        return differing(f"in {found} of {len(sharded)} layers")
     return ObservedValue(found > 0)
 
 
 def read_fp8_padding(run: ObservedRun) -> ObservedValue:
     if not (configs := _fp8_configs(run)):
-        return unobserved_value("no layer of torchao computes in fp8")
+        return unobserved("no layer of torchao computes in fp8")
     return ObservedValue(common_value(config.pad_inner_dim for config in configs))
 
 

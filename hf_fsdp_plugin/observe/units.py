@@ -17,7 +17,7 @@ from hf_fsdp_plugin.backends.optimizers.parameters import step_mode
 from hf_fsdp_plugin.devices import DEVICES, available_device
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
-from hf_fsdp_plugin.plan.units import live_units
+from hf_fsdp_plugin.plan.units import live_units, model_class_name
 from hf_fsdp_plugin.text import format_names, plural, short_dtype
 from hf_fsdp_plugin.torch_private.functions import CheckpointWrapper
 from hf_fsdp_plugin.torch_private.live_unit import LiveUnit
@@ -86,11 +86,8 @@ def observe_units(model: nn.Module) -> tuple[UnitObservation, ...]:
     collectives.
     """
     names = {id(module): canonical_name(name) for name, module in model.named_modules()}
-    checkpointed = {
-        names[id(module)]
-        for module in model.modules()
-        if isinstance(module, CheckpointWrapper) or checkpoints_natively(module)
-    }
+    found = (each for each in model.modules() if isinstance(each, CheckpointWrapper) or checkpoints_natively(each))
+    checkpointed = {names[id(module)] for module in found}
     order = {name: position for position, name in enumerate(names.values())}
     units = []
     for live in live_units(model):
@@ -99,9 +96,10 @@ def observe_units(model: nn.Module) -> tuple[UnitObservation, ...]:
         modules = [module for module in live.modules if id(module) in names]
         modules.sort(key=lambda module: order[names[id(module)]])
         module_names = [names[id(module)] for module in modules]
+        held = [(names.get(id(each.module), "(replaced)"), each) for each in live.known("held", ())]
         unit = UnitObservation(
             name=" + ".join(module_names),
-            class_name=" + ".join(_plain_class_name(unwrapped(module)) for module in modules),
+            class_name=" + ".join(model_class_name(unwrapped(module)) for module in modules),
             num_params=live.num_params,
             num_local_params=live.num_local_params,
             num_frozen=live.num_frozen,
@@ -111,15 +109,8 @@ def observe_units(model: nn.Module) -> tuple[UnitObservation, ...]:
             reshard_after_forward=live.known("reshards"),
             offloaded=live.known("offloaded"),
             checkpointed=all(name in checkpointed for name in module_names),
-            fp8_modules=tuple(
-                names[id(module)]
-                for module, key, _ in live.known("places", ())
-                if key == "weight" and fp8_library(module) and id(module) in names
-            ),
-            parameters=tuple(
-                f"{names.get(id(each.module), '(replaced)')}.{each.attribute}".lstrip(".")
-                for each in live.known("held", ())
-            ),
+            fp8_modules=tuple(name for name, each in held if each.attribute == "weight" and fp8_library(each.module)),
+            parameters=tuple(f"{name}.{each.attribute}".lstrip(".") for name, each in held),
             live=live,
         )
         units.append(unit)
@@ -146,14 +137,6 @@ def fp8_library(module: nn.Module) -> str:
         if kind.__module__.startswith("transformer_engine."):
             return "te"
     return ""
-
-
-def _plain_class_name(module: nn.Module) -> str:
-    """Return the name of the module's class before ``fully_shard`` replaced it by a subclass ``FSDP<Name>``."""
-    cls = type(module)
-    if cls.__name__.startswith("FSDP") and len(cls.__mro__) > 2 and cls.__name__ == f"FSDP{cls.__mro__[2].__name__}":
-        return cls.__mro__[2].__name__
-    return cls.__name__
 
 
 def dtype_name(dtype: torch.dtype | None) -> str:

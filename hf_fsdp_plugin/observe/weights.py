@@ -107,9 +107,7 @@ def _checksums(model: nn.Module, units: Sequence[UnitObservation]) -> dict[_Key,
     for unit in units:
         # The parameters of a unit may be divided over different axes: only ranks with equal parts are compared.
         same_part: dict[tuple[int, ...], list[torch.Tensor]] = {}
-        for number, shard in enumerate(unit.live.shards):
-            coordinates = unit.live.known("coordinates", ())
-            part = coordinates[number] if coordinates else (unit.live.shard_rank,)
+        for part, shard in zip(unit.live.coordinates, unit.live.shards, strict=False):
             same_part.setdefault(part, []).append(shard)
         for part, shards in same_part.items():
             found["unit", unit.name or "root", part] = _checksum(shards)

@@ -360,16 +360,11 @@ def _units_text(units: Iterable[UnitPlan], width: int | None) -> str:
     """Return a table of units. Units that differ only in the numbers in their names share a row."""
     rows = [("unit", "class", "parameters", "dtype", "after forward")]
     for name, same in equal_units(units):
-        first, is_one = same[0], len(same) == 1
-        rows.append(
-            (
-                name,
-                first.class_name if is_one else f"{first.class_name} ×{len(same)}",
-                format_count(first.num_params) + ("" if is_one else " each"),
-                " + ".join(sorted(first.dtypes)) or "–",
-                "freed" if first.reshard_after_forward else "kept",
-            )
-        )
+        first, several = same[0], len(same) > 1
+        class_name = f"{first.class_name} ×{len(same)}" if several else first.class_name
+        count = format_count(first.num_params) + (" each" if several else "")
+        dtypes, after = " + ".join(sorted(first.dtypes)) or "–", "freed" if first.reshard_after_forward else "kept"
+        rows.append((name, class_name, count, dtypes, after))
     return fit_table(rows, width)
 
 

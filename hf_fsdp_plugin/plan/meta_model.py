@@ -110,10 +110,8 @@ def _source_of(path_or_id: str | Path) -> tuple[str, str]:
 
 def _custom_code(path_or_id: str | Path) -> SpecError:
     message = "the model is defined by Python code in its repository, which hf-fsdp does not run."
-    fix = (
-        "Give a model whose class is in Transformers, or call hf_fsdp_plugin.resolve(spec, model, world_size=N) in "
-        "a script that builds the model with trust_remote_code=True."
-    )
+    fix = "Give a model whose class is in Transformers, or call hf_fsdp_plugin.resolve(spec, model, world_size=N) in "
+    fix += "a script that builds the model with trust_remote_code=True."
     origin = Origin(source="--model", spelling="--model", text=str(path_or_id))
     return SpecError([Problem(code="FSDP-E720", message=f"{path_or_id}: {message}", fix=fix, origin=origin)])
 

@@ -18,7 +18,6 @@ from torch import nn
 
 from hf_fsdp_plugin.plan.fsdp_plan import ProblemCollector
 from hf_fsdp_plugin.plan.names import ancestors, common_path, is_inside, parent_of
-from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.spec.fsdp_spec import ActivationSection, FsdpSpec
 from hf_fsdp_plugin.spec.rules import check_pattern, check_size_threshold
 from hf_fsdp_plugin.text import format_names
@@ -81,8 +80,17 @@ class ModuleTree:
         self.model = model
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.first_names = {id(module): name for name, module in self.named()}
-        self.ignored = {id(inner) for module in ignored_modules for inner in module.modules()}
-        self.parameters = self._find_parameters()
+        ignored = list(ignored_modules)
+        self.ignored = {id(inner) for module in ignored for inner in module.modules()}
+        unsharded = {id(parameter) for module in ignored for parameter in module.parameters()}
+        found: dict[int, tuple[nn.Parameter, list[str]]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            found.setdefault(id(parameter), (parameter, []))[1].append(name)
+        self.parameters = tuple(
+            # Neither version of FSDP shards scalars: they have no dimension to shard.
+            ParameterEntry(parameter=each, names=tuple(names), ignored=key in unsharded or each.dim() == 0)
+            for key, (each, names) in found.items()
+        )
 
     def named(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield every module once, with its first name."""
@@ -123,6 +131,10 @@ class ModuleTree:
         nested = [name for name in layers if any(repeated[name][0].children())]
         return tuple(sorted(nested or layers, key=lambda name: -sizes[name]))
 
+    def own_classes(self) -> set[str]:
+        """Return the layer classes that the model declares and has, else those that it repeats."""
+        return self.present_classes().intersection(no_split_classes(self.model)) or set(self.repeated_classes())
+
     def _repeated_modules(self) -> dict[str, list[nn.Module]]:
         """Return class name -> modules, for the classes with several modules in one of the outermost lists."""
         found: dict[str, list[nn.Module]] = {}
@@ -136,20 +148,6 @@ class ModuleTree:
                     found.setdefault(type(child).__name__, []).append(child)
         return found
 
-    def _find_parameters(self) -> tuple[ParameterEntry, ...]:
-        found: dict[int, tuple[nn.Parameter, list[str]]] = {}
-        ignored: set[int] = set()
-        for path, module in self.modules.items():
-            for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-                found.setdefault(id(parameter), (parameter, []))[1].append(f"{path}.{key}" if path else key)
-                # Neither version of FSDP shards scalars: they have no dimension to shard.
-                if id(module) in self.ignored or parameter.dim() == 0:
-                    ignored.add(id(parameter))
-        return tuple(
-            ParameterEntry(parameter=parameter, names=tuple(names), ignored=key in ignored)
-            for key, (parameter, names) in found.items()
-        )
-
 
 def class_names(module: nn.Module) -> set[str]:
     """Return the names of a module's class and of its base classes, without ``Module``."""
@@ -162,15 +160,9 @@ def no_split_classes(model: nn.Module) -> tuple[str, ...]:
     return tuple(sorted({name for names in declared for name in names}))
 
 
-# From torch's size_based_auto_wrap_policy: lists are never called, and attention reads the weights of its projections.
-_NEVER_WRAPPED = (nn.ModuleList, nn.ModuleDict)
-_NEVER_ENTERED = (nn.MultiheadAttention,)
-
-
 def matching_modules(setting: str, model: nn.Module, problems: ProblemCollector) -> tuple[str, ...]:
     """Return the names of the modules whose full name matches the regular expression of a setting."""
-    pattern = problems.spec.get(setting)
-    if not pattern:
+    if not (pattern := problems.spec.get(setting)):
         return ()
     if invalid := list(check_pattern(problems.spec, setting)):
         problems.problems.extend(invalid)
@@ -179,10 +171,8 @@ def matching_modules(setting: str, model: nn.Module, problems: ProblemCollector)
     names = [name for name, _ in model.named_modules()]
     matched = tuple(name for name in names if compiled.fullmatch(name))
     if "" in matched:
-        message = (
-            f"{pattern!r} matches the empty name of the root, so all parameters would be "
-            f"{'ignored' if setting == 'wrap.ignored_modules' else 'in fp32'}."
-        )
+        message = f"{pattern!r} matches the empty name of the root, so all parameters would be "
+        message += f"{'ignored' if setting == 'wrap.ignored_modules' else 'in fp32'}."
         fix = "Write a pattern that matches only the modules that are meant."
         problems.add("FSDP-E211", setting, message, fix)
         return ()
@@ -229,8 +219,7 @@ def _given_classes(tree: ModuleTree, problems: ProblemCollector) -> set[str]:
     """Return the classes of the spec that the model has, and report the others."""
     present, given = tree.present_classes(), problems.spec.wrap.classes
     matched = [name for name in given if name in present]
-    absent = [name for name in dict.fromkeys(given) if name not in present]
-    if not absent:
+    if not (absent := [name for name in dict.fromkeys(given) if name not in present]):
         return set(matched)
     counts = tree.class_counts()
     own = [name for name in no_split_classes(tree.model) if name in counts] or tree.repeated_classes()
@@ -271,9 +260,7 @@ def _own_classes(tree: ModuleTree, problems: ProblemCollector) -> set[str]:
 
 def has_no_layers(spec: FsdpSpec, tree: ModuleTree) -> bool:
     """Whether the policy wraps layers that the config does not name, and the model neither declares nor repeats any."""
-    if spec.wrap.policy != "transformer" or spec.wrap.classes or tree.repeated_classes():
-        return False
-    return tree.present_classes().isdisjoint(no_split_classes(tree.model))
+    return spec.wrap.policy == "transformer" and not spec.wrap.classes and not tree.own_classes()
 
 
 def _by_size(tree: ModuleTree, problems: ProblemCollector) -> tuple[str, ...]:
@@ -289,11 +276,15 @@ def _by_size(tree: ModuleTree, problems: ProblemCollector) -> tuple[str, ...]:
         return sum(p.numel() for p in module.parameters() if id(p) not in ignored)
 
     def select(module: nn.Module, is_root: bool) -> int:
-        """Select units in ``module`` like torch's ``_recursive_wrap``, and return their number of parameters."""
-        if size(module) < threshold or isinstance(module, _NEVER_ENTERED):
+        """Select units in ``module`` like torch's ``_recursive_wrap``, and return their number of parameters.
+
+        As in torch's ``size_based_auto_wrap_policy``, lists are no units, because they are never called, and attention
+        has none inside, because it reads the weights of its projections.
+        """
+        if size(module) < threshold or isinstance(module, nn.MultiheadAttention):
             return 0
         inner = sum(select(child, False) for child in module.children() if id(child) not in tree.ignored)
-        if not is_root and size(module) - inner >= threshold and not isinstance(module, _NEVER_WRAPPED):
+        if not is_root and size(module) - inner >= threshold and not isinstance(module, nn.ModuleList | nn.ModuleDict):
             selected[id(module)] = None
             return size(module)
         return inner
@@ -308,9 +299,8 @@ def spec_of_further_model(spec: FsdpSpec, model: nn.Module, *, is_trained: bool)
     Without a backward there are no activations to recompute, so a model that is not trained has no activation
     checkpointing.
     """
-    wrap, name = spec.wrap, type(model).__name__
-    present = {found for module in model.modules() if module is not model for found in class_names(module)}
-    own = present.intersection(no_split_classes(model)) or ModuleTree(model).repeated_classes()
+    wrap, name, tree = spec.wrap, type(model).__name__, ModuleTree(model)
+    present, own = tree.present_classes(), tree.own_classes()
     largest = max((sum(p.numel() for p in child.parameters()) for child in model.children()), default=0)
     values: dict[str, Any] = {}
     problems = spec.problems
@@ -318,13 +308,11 @@ def spec_of_further_model(spec: FsdpSpec, model: nn.Module, *, is_trained: bool)
         values = {"wrap.policy": "transformer" if own else "none", "wrap.classes": ()}
         message = f"{name}, a further model, has no {format_names(wrap.classes or ['declared or repeated layers'])}."
         message += f" Its own layers are wrapped: {format_names(sorted(own))}." if own else " It is one unit."
-        origin = spec.origin("wrap.classes")
-        problems = (*problems, Problem(code="FSDP-W260", setting="wrap.classes", message=message, origin=origin))
+        problems = (*problems, spec.problem("FSDP-W260", "wrap.classes", message))
     elif wrap.policy == "size" and largest < wrap.min_num_params:
         values = {"wrap.policy": "none", "wrap.min_num_params": 0}
         message = f"no module of {name}, a further model, has {wrap.min_num_params:,} parameters. It is one unit."
-        origin = spec.origin("wrap.min_num_params")
-        problems = (*problems, Problem(code="FSDP-W260", setting="wrap.min_num_params", message=message, origin=origin))
+        problems = (*problems, spec.problem("FSDP-W260", "wrap.min_num_params", message))
     for setting in ("wrap.ignored_modules", "precision.fp32_modules"):
         if not _is_empty_or_matches(spec.get(setting), model):
             values[setting] = ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -50,13 +51,8 @@ def is_inside(path: str, outer: str) -> bool:
 
 def common_path(paths: Iterable[str]) -> str:
     """Return the innermost module that contains all paths."""
-    split = [path.split(".") if path else [] for path in paths]
-    shared = []
-    for parts in zip(*split, strict=False):
-        if len(set(parts)) != 1:
-            break
-        shared.append(parts[0])
-    return ".".join(shared)
+    levels = zip(*(path.split(".") if path else [] for path in paths), strict=False)
+    return ".".join(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, levels))
 
 
 def common_name(names: Sequence[str]) -> str:

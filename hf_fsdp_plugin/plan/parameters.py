@@ -9,7 +9,7 @@ weights) become units of their own.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import ceil, prod
 from typing import Final
@@ -27,8 +27,6 @@ _Violation = tuple[UnitPlan, str]
 """A unit that violates a rule, and the details for the message."""
 _Owned = Sequence[tuple[UnitPlan, list[ParameterEntry]]]
 """The units, and the floating-point parameters of each."""
-KindOf = Callable[[ParameterEntry], Hashable]
-"""Returns what all parameters of a unit must have in common: dtype, ``requires_grad`` or both."""
 
 
 def check_parameters(
@@ -43,11 +41,9 @@ def check_parameters(
     if spec.fsdp.version == 1 and not spec.params.use_orig:
         _check_requires_grad(owned, problems)
     if trainable := [entry for entry in tree.parameters if entry.ignored and entry.parameter.requires_grad]:
-        message = (
-            f"{plural(len(trainable), 'trainable parameter is', 'trainable parameters are')} not sharded: "
-            f"{_names(trainable)}. FSDP does not reduce their gradients, so the plugin averages them over all "
-            "ranks after each backward."
-        )
+        message = f"{plural(len(trainable), 'trainable parameter is', 'trainable parameters are')} not sharded: "
+        message += f"{_names(trainable)}. FSDP does not reduce their gradients, so the plugin averages them over all "
+        message += "ranks after each backward."
         problems.add("FSDP-N223", "wrap.ignored_modules", message)
 
 
@@ -66,37 +62,27 @@ def _check_kinds(sharded: Sequence[ParameterEntry], precision: PrecisionPlan, pr
         usual = sizes.most_common(1)[0][0] if sizes else torch.bfloat16
         # bitsandbytes packs two 4-bit weights into each byte of a tensor of any dtype, but has no choice for 8 bits.
         storage = f"bnb_4bit_quant_storage={DTYPES.get(precision.param) or usual}"
-        message = (
-            "FSDP shards only floating-point parameters, but "
-            f"{plural(len(integers), 'parameter has', 'parameters have')} another dtype ({', '.join(dtypes)}), as "
-            f"quantized weights do: {_names(integers)}."
-        )
-        fix = (
-            f"Load it with BitsAndBytesConfig(load_in_4bit=True, {storage}), or exclude the modules with "
-            "fsdp_ignored_modules."
-        )
+        message = "FSDP shards only floating-point parameters, but "
+        message += f"{plural(len(integers), 'parameter has', 'parameters have')} another dtype ({', '.join(dtypes)}), "
+        message += f"as quantized weights do: {_names(integers)}."
+        fix = f"Load it with BitsAndBytesConfig(load_in_4bit=True, {storage}), or exclude the modules with "
+        fix += "fsdp_ignored_modules."
         problems.add("FSDP-E220", None, message, fix)
     # Packed 4-bit weights: a cast changes their bytes.
     compute = DTYPES.get(precision.param)
     packed = [entry for entry in floating if getattr(entry.parameter, "quant_state", None) is not None]
     stored = [format_dtype(entry.parameter.dtype) for entry in packed if entry.parameter.dtype != compute]
     if compute is not None and stored:
-        message = (
-            f"the bytes of {plural(len(packed), 'quantized weight')} are stored in {stored[0]} tensors, and mixed "
-            f"precision would cast them to {precision.param}: {_names(packed)}."
-        )
+        message = f"the bytes of {plural(len(packed), 'quantized weight')} are stored in {stored[0]} tensors, and "
+        message += f"mixed precision would cast them to {precision.param}: {_names(packed)}."
         fix = f"Set bnb_4bit_quant_storage={compute}, or mixed_precision to the dtype {stored[0]} or no."
         problems.add("FSDP-E266", "precision.param", message, fix)
     # Weights that convert themselves in FSDP2's all-gather, as torchao's do for fp8: copies would lose that.
     if own := [entry for entry in sharded if casts_itself(entry.parameter)]:
-        message = (
-            f"{plural(len(own), 'weight')} of class {type(own[0].parameter).__name__} would be converted in the "
-            f"all-gather, which is not supported: {_names(own)}."
-        )
-        fix = (
-            "Set mixed_precision: fp8 instead of calling convert_to_float8_training, or call it with "
-            "Float8LinearConfig(enable_fsdp_float8_all_gather=False)."
-        )
+        message = f"{plural(len(own), 'weight')} of class {type(own[0].parameter).__name__} would be converted in the "
+        message += f"all-gather, which is not supported: {_names(own)}."
+        fix = "Set mixed_precision: fp8 instead of calling convert_to_float8_training, or call it with "
+        fix += "Float8LinearConfig(enable_fsdp_float8_all_gather=False)."
         problems.add("FSDP-E121", None, message, fix)
 
 
@@ -164,20 +150,22 @@ def reads_base_layer(layer: nn.Module) -> bool:
     return class_names(layer).isdisjoint(_CALLS_BASE_LAYER) or len(getattr(layer, _MAGNITUDE, ())) > 0
 
 
-def kind_in_fsdp1(precision: PrecisionPlan, use_orig: bool) -> KindOf:
-    """Return a function for the dtype in which FSDP1 stores a parameter, and ``requires_grad`` if it matters."""
-    return lambda entry: (precision.stored_dtype(entry.parameter), None if use_orig else entry.parameter.requires_grad)
+def modules_of_other_kinds(
+    tree: ModuleTree, entries: Sequence[ParameterEntry], precision: PrecisionPlan, use_orig: bool
+) -> list[str]:
+    """Return the modules of a unit of FSDP1 to wrap as units of their own, so that every unit has one kind.
 
-
-def modules_of_other_kinds(tree: ModuleTree, entries: Sequence[ParameterEntry], kind: KindOf) -> list[str]:
-    """Return the modules of a unit to wrap as units of their own, so that every unit has parameters of one kind.
-
-    The kind with the most elements stays in the unit. The others must be alone in modules that are called, as those of
-    PEFT's ``fsdp_auto_wrap_policy`` are. Returns no modules if the unit has one kind, or if that is not so.
+    The kind of a parameter is the dtype in which FSDP1 stores it, and ``requires_grad`` without ``use_orig``. The kind
+    with the most elements stays in the unit. The others must be alone in modules that are called, as those of PEFT's
+    ``fsdp_auto_wrap_policy`` are. Returns no modules if the unit has one kind, or if that is not so.
 
     Args:
         entries: the parameters of the unit, without those of units inside it.
     """
+
+    def kind(entry: ParameterEntry) -> Hashable:
+        return precision.stored_dtype(entry.parameter), use_orig or entry.parameter.requires_grad
+
     sizes: Counter[Hashable] = Counter()
     for entry in entries:
         sizes[kind(entry)] += entry.parameter.numel()
@@ -248,11 +236,9 @@ def with_padding_warning(plan: FsdpPlan, model: nn.Module) -> FsdpPlan:
         return plan
     first = max(lost, key=lambda name: lost[name])
     rows = next(unit[first][0] for unit in units if first in unit)
-    message = (
-        f"{share:.0%} of what FSDP2 stores and communicates is padding: it splits each parameter on its first "
-        f"dimension into {shards:,} parts of equal size. For example, {first} has {plural(rows, 'row')} and is padded "
-        f"to {ceil(rows / shards) * shards:,}."
-    )
+    message = f"{share:.0%} of what FSDP2 stores and communicates is padding: it splits each parameter on its first "
+    message += f"dimension into {shards:,} parts of equal size. For example, {first} has {plural(rows, 'row')} and is "
+    message += f"padded to {ceil(rows / shards) * shards:,}."
     problem = plan.spec.problem("FSDP-W837", "mesh.shard", message, _padding_remedy(plan, units))
     return replace(plan, problems=(*plan.problems, problem))
 

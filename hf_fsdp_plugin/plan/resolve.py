@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import fields, replace
 from importlib.metadata import version as version_of
 from typing import Any, Final
@@ -11,28 +10,14 @@ import torch
 from torch import nn
 
 from hf_fsdp_plugin.devices import unsupported_device
-from hf_fsdp_plugin.plan.fsdp_plan import (
-    FsdpPlan,
-    MeshPlan,
-    ModelParts,
-    PlannedDtype,
-    PrecisionPlan,
-    ProblemCollector,
-    UnitPlan,
-)
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, MeshPlan, ModelParts, PlannedDtype, PrecisionPlan, ProblemCollector
 from hf_fsdp_plugin.plan.modules import ModuleTree, class_names, matching_modules
 from hf_fsdp_plugin.plan.names import is_inside
 from hf_fsdp_plugin.plan.parameters import check_parameters
 from hf_fsdp_plugin.plan.units import model_class_name, sharded_parts, wrap_units
 from hf_fsdp_plugin.problems import Origin, SpecError, has_errors
 from hf_fsdp_plugin.spec.fsdp_spec import DtypeName, FsdpSpec, Version
-from hf_fsdp_plugin.spec.rules import (
-    FP16_ON_CPU,
-    check_fsdp2_support,
-    check_mesh_size,
-    check_model_axes,
-    divisor_remedy,
-)
+from hf_fsdp_plugin.spec.rules import FP16_ON_CPU, check_fsdp1_only, check_mesh_size, check_model_axes, divisor_remedy
 from hf_fsdp_plugin.strategies import STRATEGIES, strategy_of
 from hf_fsdp_plugin.supported import release_of
 from hf_fsdp_plugin.text import format_dtype, format_names, format_value, plural
@@ -64,20 +49,16 @@ def resolve(
     precision = resolve_precision(model, device_type, collector)
     parts = sharded_parts(model, collector) or _planned_parts(model, strategy, precision, collector)
     version: Version = 1 if parts.backend == "fsdp1" else 2
-    fp32_modules, fp32_parameters = (
-        resolve_fp32_modules(model, precision, parts, collector)
-        if parts.sharded_at_load or not parts.pre_sharded
-        else ((), ())
-    )
+    fp32_modules, fp32_parameters = resolve_fp32_modules(model, precision, parts, collector)
     _check_attention(mesh, model, collector)
     check_divided_layers(mesh, model, collector)
     _check_activation(spec, parts.pre_sharded, collector)
     if version == 1 and STRATEGIES[strategy].is_sharded:
-        _check_reentrant(model, parts.units, collector)
+        _check_reentrant(model, parts, collector)
     if (problem := unsupported_device(device_type)) is not None:
         collector.problems.append(problem)
     if version == 2:
-        collector.problems.extend(check_fsdp2_support(spec))
+        collector.problems.extend(check_fsdp1_only(spec))
     problems = tuple(dict.fromkeys((*spec.problems, *collector.problems)))
     if has_errors(problems):
         raise SpecError(problems)
@@ -148,10 +129,8 @@ def resolve_mesh(world_size: int, local_world_size: int | None, problems: Proble
     problems.problems += check_model_axes(spec.with_values({"mesh.shard": shard}, {}))
     if mesh.num_shards == 1 and num_data_ranks > 1:
         unsharded = strategy_of(sharded=False, hybrid=False, reshard=False).name
-        message = (
-            f"nothing is sharded: each of the {world_size} ranks has a copy of the model, because a shard group has "
-            f"one rank. This is {unsharded}, not {strategy.name}."
-        )
+        message = f"nothing is sharded: each of the {world_size} ranks has a copy of the model, because a shard group "
+        message += f"has one rank. This is {unsharded}, not {strategy.name}."
         fix = "Set mesh.shard (parallelism_config_dp_shard_size) to the number of ranks that share one copy."
         problems.add("FSDP-W281", "sharding.strategy", message, fix)
         return mesh, unsharded
@@ -180,10 +159,8 @@ def resolve_precision(model: nn.Module, device_type: str, problems: ProblemColle
     trained = {p.dtype for p in model.parameters() if p.requires_grad and p.is_floating_point()}
     if trained in ({torch.bfloat16}, {torch.float16}):
         name = format_dtype(trained.pop())
-        message = (
-            f"the model is {name} and mixed precision is off, so master weights and optimizer state are {name} too. "
-            "Small updates are rounded to zero."
-        )
+        message = f"the model is {name} and mixed precision is off, so master weights and optimizer state are {name} "
+        message += "too. Small updates are rounded to zero."
         fix = "Set mixed_precision: bf16 to store master weights in float32, or load the model in float32."
         problems.add("FSDP-W231", "precision.param", message, fix)
     return PrecisionPlan(**dtypes, master="unchanged", fp32_modules=asked.fp32_modules)
@@ -195,48 +172,39 @@ def resolve_fp32_modules(
     """Return what ``precision.fp32_modules`` selects: modules and sharded parameters. FSDP casts no others.
 
     The modules are the outermost ones that match, and other modules that share a parameter with them. The parameters
-    have their first names, in the order of the model. Both are empty without the setting or mixed precision.
+    have their first names, in the order of the model. Both are empty without the setting or mixed precision, and for a
+    model that the script sharded.
     """
-    matched = matching_modules(_FP32_MODULES, model, problems)
-    if not matched:
+    by_script = parts.pre_sharded and not parts.sharded_at_load
+    if by_script or not (matched := matching_modules(_FP32_MODULES, model, problems)):
         return (), ()
-    entries = [
-        entry
-        for entry in ModuleTree(model).parameters
-        if entry.is_floating
-        and entry.name not in parts.ignored_parameters
-        and any(is_inside(name, outer) for name in entry.names for outer in matched)
-    ]
+    sharded = [e for e in ModuleTree(model).parameters if e.is_floating and e.name not in parts.ignored_parameters]
+    entries = [e for e in sharded if any(is_inside(name, outer) for name in e.names for outer in matched)]
     if not entries:
-        message = (
-            f"no sharded parameter is in the modules that {precision.fp32_modules!r} matches: "
-            f"{format_names(matched, 3)}."
-        )
+        message = f"no sharded parameter is in the modules that {precision.fp32_modules!r} matches: "
+        message += f"{format_names(matched, 3)}."
         fix = "Write a pattern for modules with parameters, or remove the key."
         problems.add("FSDP-E212", _FP32_MODULES, message, fix)
         return (), ()
     # FSDP2 can leave a parameter uncast, but not cast it to fp32.
-    others = [entry for entry in entries if precision.stored_dtype(entry.parameter) != torch.float32]
-    if others:
+    if others := [entry for entry in entries if precision.stored_dtype(entry.parameter) != torch.float32]:
         dtypes = sorted({format_dtype(entry.parameter.dtype) for entry in others})
         why = "mixed precision is off"
         fix = "Set mixed_precision: bf16, which stores trainable parameters in float32, or load the model in float32."
         if precision.master == "fp32":
             why, fix = "they are frozen", "Load these modules in float32, or write a pattern without them."
-        message = (
-            f"{plural(len(others), 'parameter')} of the selected modules cannot be computed in fp32: the shards are "
-            f"stored in {', '.join(dtypes)}, because {why}: {format_names([entry.name for entry in others])}."
-        )
+        message = f"{plural(len(others), 'parameter')} of the selected modules cannot be computed in fp32: the shards "
+        message += f"are stored in {', '.join(dtypes)}, because {why}: "
+        message += f"{format_names([entry.name for entry in others])}."
         problems.add("FSDP-E283", _FP32_MODULES, message, fix)
     if precision.param not in _MIXED:
         return (), ()  # nothing is cast
     if parts.backend == "fsdp1" or not is_since_2_15():
         is_fsdp1 = parts.backend == "fsdp1"
         version = "FSDP1" if is_fsdp1 else f"FSDP2 of torch {torch.__version__}"
-        fix = (
-            f"{'Set fsdp_version: 2, with' if is_fsdp1 else 'Install'} torch {SINCE_2_15} or newer, or remove the key."
-        )
         message = f"{version} computes all parameters of a unit in one dtype."
+        fix = f"torch {SINCE_2_15} or newer, or remove the key."
+        fix = f"Set fsdp_version: 2, with {fix}" if is_fsdp1 else f"Install {fix}"
         problems.add("FSDP-E282", _FP32_MODULES, message, fix)
     owners = dict.fromkeys(path for entry in entries for path in entry.modules)
     outermost = [name for name in matched if not any(name != other and is_inside(name, other) for other in matched)]
@@ -278,10 +246,8 @@ def _check_attention(mesh: MeshPlan, model: nn.Module, problems: ProblemCollecto
     if not kinds and getattr(text, "layer_types", None) is None and getattr(text, "sliding_window", None):
         kinds = {"sliding_attention"}
     if kinds:
-        message = (
-            f"mesh.context={mesh.context} divides full causal attention, and {model_class_name(model)} has layers with "
-            f"{format_names(sorted(kinds))}."
-        )
+        message = f"mesh.context={mesh.context} divides full causal attention, and {model_class_name(model)} has "
+        message += f"layers with {format_names(sorted(kinds))}."
         fix = "Set cp_size to 1, or train a model whose layers all have full attention."
         problems.add("FSDP-E206", "mesh.context", message, fix)
 
@@ -308,9 +274,7 @@ def check_divided_layers(mesh: MeshPlan, model: nn.Module, problems: ProblemColl
     for axis, (size, plan, counts) in axes.items():
         setting = f"mesh.{axis}"
         if size > 1 and not getattr(model, plan, None):
-            message = (
-                f"{setting}={size}, but {name} has no {plan}: Transformers does not know how to divide its layers."
-            )
+            message = f"{setting}={size}, but {name} has no {plan}: Transformers does not know how to divide it."
             fix = f"Set {setting} to 1, or train a model of Transformers whose config has a base_model_{plan}."
             problems.add("FSDP-E207", setting, message, fix)
         for count, number in ((count, getattr(text, count, None)) for count in counts):
@@ -328,7 +292,7 @@ def _check_activation(spec: FsdpSpec, pre_sharded: bool, problems: ProblemCollec
         problems.add("FSDP-E241", "activation.checkpointing", message, fix)
 
 
-def _check_reentrant(model: nn.Module, units: Sequence[UnitPlan], problems: ProblemCollector) -> None:
+def _check_reentrant(model: nn.Module, parts: ModelParts, problems: ProblemCollector) -> None:
     """Check that no unit of FSDP1 contains layers that Transformers computes again in backwards of their own.
 
     FSDP1 reduces the gradients of a unit, and frees its parameters, at the end of the first of these backwards.
@@ -338,20 +302,12 @@ def _check_reentrant(model: nn.Module, units: Sequence[UnitPlan], problems: Prob
         is_enabled = module.gradient_checkpointing if "GradientCheckpointingLayer" in class_names(module) else False
         if not (is_enabled and getattr(function, "keywords", {}).get("use_reentrant")):
             continue
-        around = [
-            unit.name or "(root)"
-            for unit in units
-            if any(is_inside(parameter, name) for parameter in unit.parameters)
-            and not any(is_inside(other, name) for other in unit.modules)
-        ]
+        others = [unit for unit in parts.units if not any(is_inside(inner, name) for inner in unit.modules)]
+        around = [unit.name or "(root)" for unit in others if any(is_inside(each, name) for each in unit.parameters)]
         if around:
-            message = (
-                f"use_reentrant=True of gradient checkpointing, and {name} is in the unit {around[0]}. FSDP1 frees "
-            )
-            message += "the parameters of a unit after the backward of the first checkpointed layer in it."
-            fix = (
-                'Set gradient_checkpointing_kwargs={"use_reentrant": False}, fsdp_version: 2, or units that are these '
-            )
-            fix += "layers: fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP."
+            message = f"use_reentrant=True of gradient checkpointing, and {name} is in the unit {around[0]}. FSDP1 "
+            message += "frees the parameters of a unit after the backward of the first checkpointed layer in it."
+            fix = 'Set gradient_checkpointing_kwargs={"use_reentrant": False}, fsdp_version: 2, or units that are '
+            fix += "these layers: fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP."
             problems.add("FSDP-E225", None, message, fix)
             return

@@ -14,17 +14,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_plugin.plan.fsdp_plan import (
-    Backend,
-    ModelParts,
-    PrecisionPlan,
-    ProblemCollector,
-    UnitPlan,
-    unit_plan,
-)
+from hf_fsdp_plugin.plan.fsdp_plan import Backend, ModelParts, PrecisionPlan, ProblemCollector, UnitPlan, unit_plan
 from hf_fsdp_plugin.plan.modules import ModuleTree, ParameterEntry, has_no_layers, policy_modules, post_order
 from hf_fsdp_plugin.plan.names import ancestors, canonical_name, is_inside, parent_of
-from hf_fsdp_plugin.plan.parameters import kind_in_fsdp1, modules_of_other_kinds
+from hf_fsdp_plugin.plan.parameters import modules_of_other_kinds
 from hf_fsdp_plugin.problems import has_errors
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_names, plural
@@ -75,11 +68,9 @@ def wrap_units(
     units = tuple(_unit(tree, draft, layers) for draft in drafts if draft.members)
     if removed:
         shared = [" = ".join(entry.names) for entry in tree.parameters if entry.name in removed.values()]
-        message = (
-            f"{plural(len(removed), 'module is', 'modules are')} not wrapped as separate units because of shared "
-            f"parameters: {format_names(removed)}. Shared: {format_names(shared)}. A shared parameter belongs to the "
-            "innermost unit that contains all modules that use it."
-        )
+        message = f"{plural(len(removed), 'module is', 'modules are')} not wrapped as separate units because of shared "
+        message += f"parameters: {format_names(removed)}. Shared: {format_names(shared)}. A shared parameter belongs "
+        message += "to the innermost unit that contains all modules that use it."
         problems.add("FSDP-N217", "wrap.policy", message)
     if not has_submodules or not any(name in selected for unit in units for name in unit.modules):
         _report_only_root(tree, selected, removed, problems)
@@ -166,11 +157,10 @@ def _split_by_kind(
 ) -> list[_UnitDraft]:
     """Add units for the modules that FSDP1 cannot flatten together with the other parameters of their unit."""
     use_orig = problems.spec.params.use_orig
-    kind = kind_in_fsdp1(precision, use_orig)
     split: dict[str, None] = {}
     most = 0
     for draft in drafts:
-        found = modules_of_other_kinds(tree, draft.parameters, kind)
+        found = modules_of_other_kinds(tree, draft.parameters, precision, use_orig)
         split |= dict.fromkeys(found)
         most = max(most, len(found))
     if not split:
@@ -181,10 +171,9 @@ def _split_by_kind(
     what = "one dtype" if use_orig else "one dtype, and either all trainable or all frozen"
     advice = "fsdp_version: 2" if use_orig else "fsdp_use_orig_params: true, or fsdp_version: 2,"
     are_units = "module is a unit of its own" if len(split) == 1 else "modules are units of their own"
-    message = (
-        f"{len(split)} {are_units}, because the parameters of an FSDP1 unit must be {what}: {format_names(split, 2)}. "
-        f"Each forward and each backward gathers these small units one by one, up to {most} in one layer."
-    )
+    message = f"{len(split)} {are_units}, because the parameters of an FSDP1 unit must be {what}: "
+    message += f"{format_names(split, 2)}. Each forward and each backward gathers these small units one by one, up to "
+    message += f"{most} in one layer."
     fix = f"Set {advice} to gather a layer at once. Results are the same."
     problems.add("FSDP-W265", "fsdp.version" if use_orig else "params.use_orig", message, fix)
     return drafts
@@ -217,10 +206,8 @@ def _report_only_root(
     fix = "Name the repeated layers in fsdp_transformer_layer_cls_to_wrap, or use SIZE_BASED_WRAP."
     if wrap.policy == "none" or len(tree.modules) == 1 or has_no_layers(problems.spec, tree):
         reason = "without a wrap policy" if wrap.policy == "none" else "without layers that it declares or repeats"
-        message = (
-            f"{reason}, {name} is one unit: each rank gathers all parameters at once and keeps them until the end of "
-            "backward, so only gradients and optimizer state are sharded."
-        )
+        message = f"{reason}, {name} is one unit: each rank gathers all parameters at once and keeps them until the "
+        message += "end of backward, so only gradients and optimizer state are sharded."
         if wrap.policy == "none":
             fix = "Set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, or add auto_wrap to fsdp."
         problems.add("FSDP-W218", "wrap.policy", message, fix)
@@ -242,8 +229,7 @@ def _report_only_root(
 
 def sharded_parts(model: nn.Module, problems: ProblemCollector) -> ModelParts | None:
     """Return the parts of a model that is already sharded; ``None`` for other models."""
-    backend = sharded_backend(model)
-    if backend is None:
+    if (backend := sharded_backend(model)) is None:
         return None
     spec, version, name = problems.spec, 1 if backend == "fsdp1" else 2, model_class_name(model)
     # Other parallelism, such as tensor parallelism, uses DTensors too.
@@ -266,25 +252,21 @@ def sharded_parts(model: nn.Module, problems: ProblemCollector) -> ModelParts | 
         fix = "Pass the model unwrapped to apply the config."
         problems.add("FSDP-W251", unused[0] if unused else None, f"{message}{ignored}", fix)
     else:
-        message = (
-            f"the parameters of {name} are DTensors already, as tensor parallelism makes them, and it has no FSDP "
-            "units. FSDP is not applied: nothing more is sharded, and no gradients are averaged over ranks with "
-            f"other data.{ignored}"
-        )
+        message = f"the parameters of {name} are DTensors already, as tensor parallelism makes them, and it has no "
+        message += "FSDP units. FSDP is not applied: nothing more is sharded, and no gradients are averaged over "
+        message += f"ranks with other data.{ignored}"
         fix = "Load the model without tp_plan and without parallelize_module to train it with FSDP."
         problems.add("FSDP-W251", unused[0] if unused else None, message, fix)
     units = sharded_units(model, backend)
     if at_load:
         # Transformers never frees the last norm and the head, so these units do not show the strategy.
         units = tuple(replace(unit, from_policy=unit.from_policy and unit.reshard_after_forward) for unit in units)
-    added = [path for path, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
-    names: dict[int, list[str]] = {}
-    for path, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(path)
+    parameters = ModuleTree(model).parameters
+    added = [entry.name for entry in parameters if not isinstance(entry.parameter, DTensor)]
     return ModelParts(
         backend=backend,
         units=units,
-        ties=tuple(tuple(found) for found in names.values() if len(found) > 1) if backend == "fsdp2" else (),
+        ties=tuple(entry.names for entry in parameters if len(entry.names) > 1) if backend == "fsdp2" else (),
         # Transformers does not know of parameters that are added after from_pretrained. In a model that the script
         # sharded, the script reduces their gradients.
         ignored_parameters=tuple(added) if at_load else (),
@@ -352,20 +334,11 @@ def sharded_units(model: nn.Module, backend: Backend) -> tuple[UnitPlan, ...]:
 
 def live_units(model: nn.Module) -> Iterator[LiveUnit]:
     """Yield all FSDP1 and FSDP2 units in the order of the module tree, including those without parameters."""
-    seen: set[int] = set()
     inside: set[int] = set()
-    for module in model.modules():
-        if isinstance(module, FullyShardedDataParallel):
-            unit_modules: tuple[nn.Module, ...] = (module,)
-            units = [fsdp1.read_unit(module, is_root=id(module) not in inside)]
-        elif isinstance(module, FSDPModule):
-            state = fsdp2.state_of(module)
-            if id(state) in seen:
-                continue
-            seen.add(id(state))
-            unit_modules = fsdp2.modules_of(state)
-            units = list(fsdp2.read_units(state, is_root=all(id(m) not in inside for m in unit_modules)))
-        else:
-            continue
-        inside.update(id(inner) for outer in unit_modules for inner in outer.modules())
-        yield from units
+    sharded = (module for module in model.modules() if isinstance(module, FSDPModule | FullyShardedDataParallel))
+    for owner in dict.fromkeys(fsdp2.state_of(m) if isinstance(m, FSDPModule) else m for m in sharded):
+        is_fsdp1 = isinstance(owner, FullyShardedDataParallel)
+        modules = (owner,) if is_fsdp1 else fsdp2.modules_of(owner)
+        is_root = all(id(module) not in inside for module in modules)
+        yield from [fsdp1.read_unit(owner, is_root=is_root)] if is_fsdp1 else fsdp2.read_units(owner, is_root=is_root)
+        inside.update(id(inner) for outer in modules for inner in outer.modules())

@@ -16,6 +16,8 @@ from hf_fsdp_plugin.vocabulary import PROGRAM_KEYS, TRAINING_FILE_MARKS, Scope, 
 SOURCE = "config"
 MARKS_OF_ACCELERATE: Final = frozenset({"distributed_type", "compute_environment"})
 """Keys that only Accelerate's file has."""
+_WHOLE_FILE: Final[tuple[Scope, ...]] = ("launch", "training")
+"""The scopes of the keys at the top level of a file of Accelerate; a config may also be only a section of it."""
 FsdpConfig = Mapping[str, Any] | str | Path | None
 """A dict, the path of a JSON or YAML file, or JSON text."""
 
@@ -29,7 +31,8 @@ def read(sources: Sources) -> SourceSettings | None:
         root = _own_tree(config, out.source, allows_deepspeed=sources.allows_deepspeed)
     except ConfigFileError as error:
         return SourceSettings(problems=[error.problem], family="accelerate")
-    _add_config(out, root, is_whole=any(map(_is_top_level, _keys_of(root))), scopes=("fsdp", "parallelism"))
+    is_whole = any(map(_is_top_level, _keys_of(root)))
+    out.add_mapping(root.value, _WHOLE_FILE if is_whole else ("fsdp", "parallelism"))
     return out.result("accelerate")
 
 
@@ -94,7 +97,7 @@ def add_fsdp_config(out: Collector, config: FsdpConfig | ConfigFile) -> None:
         return
     inner = Collector(source)
     is_whole = not _keys_of(root).isdisjoint({"fsdp_config", "distributed_type"})
-    _add_config(inner, root, is_whole=is_whole, scopes=FSDP_SCOPES)
+    inner.add_mapping(root.value, _WHOLE_FILE if is_whole else FSDP_SCOPES)
     out.extend(inner)
 
 
@@ -120,14 +123,6 @@ def _parse_fsdp_config(config: FsdpConfig | ConfigFile, source: str) -> tuple[No
         return _own_tree(config, source), source
     message = f"fsdp_config is {entry_of('', config).value.shown}; expected a dict, a path or JSON text."
     raise ConfigFileError("FSDP-E055", message, "Pass a dict.", source=source)
-
-
-def _add_config(out: Collector, root: Node, *, is_whole: bool, scopes: tuple[Scope, ...]) -> None:
-    """Add a whole file of Accelerate, or only a section, whose keys are in `scopes`."""
-    if is_whole:
-        out.add_mapping(root.value, ("launch", "training"))
-    else:
-        out.add_mapping(root.value, scopes)
 
 
 def _keys_of(root: Node) -> set[str]:

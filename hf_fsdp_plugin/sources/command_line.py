@@ -120,15 +120,10 @@ def parse_flag(argv: Sequence[str], position: int) -> GivenFlag:
     written, equals, value = word.partition("=")
     name = flag_name(written) if written.startswith("--") else SHORT_FLAGS.get(written[1:], "")
     following = argv[position + 1] if position + 1 < len(argv) else None
-    takes_next = not (
-        equals
-        or following is None
-        or name in SWITCHES
-        or following.startswith("--")
-        or (name in OPTIONAL_VALUE and following.startswith("-"))
-    )
-    text = following if takes_next else value if equals else None
-    return GivenFlag(written=written, name=name, value=text, num_words=2 if takes_next else 1)
+    next_flag = "-" if name in OPTIONAL_VALUE else "--"
+    if equals or following is None or name in SWITCHES or following.startswith(next_flag):
+        return GivenFlag(written=written, name=name, value=value if equals else None, num_words=1)
+    return GivenFlag(written=written, name=name, value=following, num_words=2)
 
 
 def add_flag(out: Collector, flag: GivenFlag) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Final
 
 from hf_fsdp_plugin.problems import UsageError
@@ -33,17 +33,13 @@ class LaunchHandover:
 
     def to_env(self) -> dict[str, str]:
         """Return the variables to add to a rank's environment. Raises ``UsageError`` if they are too long for it."""
-        options = {"quiet": self.quiet, "report": self.report, "report_table": self.report_table}
-        text = json.dumps({"given": [source.to_json() for source in self.given], **options})
+        text = json.dumps(asdict(self))
         if len(text) > _MAX_BYTES:
-            largest = max(
-                (setting for source in self.given for setting in source.settings), key=lambda one: len(str(one.value))
-            )
-            raise UsageError(
-                f"the settings for the ranks need {len(text):,} bytes, and a variable of the environment has at most "
-                f"{_MAX_BYTES:,}. The longest is {largest.origin.spelling or largest.name}: shorten it, or start the "
-                "script with torchrun, under which each rank reads the config."
-            )
+            settings = (setting for source in self.given for setting in source.settings)
+            largest = max(settings, key=lambda setting: len(str(setting.value)))
+            message = f"the settings for the ranks need {len(text):,} bytes, and a variable of the environment has at "
+            message += f"most {_MAX_BYTES:,}. The longest is {largest.origin.spelling or largest.name}: shorten it, or "
+            raise UsageError(f"{message}start the script with torchrun, under which each rank reads the config.")
         return {LAUNCH_VARIABLE: text}
 
     @classmethod
@@ -59,7 +55,5 @@ class LaunchHandover:
             content = json.loads(text)
             return cls(given=tuple(SourceSettings.from_json(source) for source in content.pop("given")), **content)
         except (AttributeError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"the environment variable {LAUNCH_VARIABLE} does not contain a launcher's handover ({error!r}). "
-                f"Unset it: only commands of `hf-fsdp` that start ranks set it."
-            ) from error
+            message = f"the environment variable {LAUNCH_VARIABLE} does not contain a launcher's handover ({error!r})."
+            raise ValueError(f"{message} Unset it: only commands of `hf-fsdp` that start ranks set it.") from error

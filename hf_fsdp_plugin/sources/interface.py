@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -92,9 +92,8 @@ class Setting:
 
     def problem(self, code: str, message: str, fix: str = "") -> Problem:
         """Return a problem of this setting, with its origin."""
-        return Problem(
-            code=code, message=message, fix=fix, setting=vocabulary.canonical_setting(self.name), origin=self.origin
-        )
+        setting = vocabulary.canonical_setting(self.name)
+        return Problem(code=code, message=message, fix=fix, setting=setting, origin=self.origin)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -123,16 +122,13 @@ class SourceSettings:
         enables_fsdp = self.enables_fsdp or other.enables_fsdp
         return replace(self, family=self.family or other.family, enables_fsdp=enables_fsdp, **lists)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return settings whose values are typed, and problems, as JSON."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> SourceSettings:
-        """Return what :meth:`to_json` has converted."""
+        """Return the settings, whose values are typed, and problems of which ``asdict`` was written as JSON."""
         fields = {**content, "settings": [_setting_from_json(each) for each in content["settings"]]}
         for name in _PROBLEMS:
-            fields[name] = [Problem(**{**each, "origin": _origin_from_json(each["origin"])}) for each in content[name]]
+            problems = ({**each, "origin": each["origin"] and Origin(**each["origin"])} for each in content[name])
+            fields[name] = [Problem(**each) for each in problems]
         return cls(**fields)
 
 
@@ -143,11 +139,7 @@ def _setting_from_json(fields: Mapping[str, Any]) -> Setting:
     row, value = BY_NAME.get(fields["name"]), fields["value"]
     if row is not None and row.kind == "names" and value is not None:
         value = tuple(value)
-    return Setting(**{**fields, "value": value, "origin": _origin_from_json(fields["origin"])})
-
-
-def _origin_from_json(fields: Mapping[str, Any] | None) -> Any:
-    return None if fields is None else Origin(**fields)
+    return Setting(**{**fields, "value": value, "origin": Origin(**fields["origin"])})
 
 
 Reader = Callable[[Sources], SourceSettings | None]
@@ -337,8 +329,7 @@ class Collector(SourceSettings):
                 self.add(_SETTING_OF_OPTION[option], entry, value=True)
             elif option not in TRUE_WORDS and option not in _STRATEGY_OPTIONS:
                 self._report_option(entry, option)
-        strategies = [option for option in options if option in _STRATEGY_OPTIONS]
-        if strategies:
+        if strategies := [option for option in options if option in _STRATEGY_OPTIONS]:
             self.add("sharding.strategy", entry, value=strategies[0])
         if len(set(strategies)) > 1:
             message = f"{entry.key} has more than one sharding strategy: {', '.join(strategies)}."
@@ -367,8 +358,7 @@ class Collector(SourceSettings):
     def _add_param_dtype(self, entry: ConfigEntry, mode: object) -> None:
         """Add the parameter dtype that a mixed precision mode implies, if the mode is valid."""
         row = BY_NAME["launch.mixed_precision"]
-        found = vocabulary.look_up(row.choices, mode, row.prefixes)
-        if found is not None:
+        if (found := vocabulary.look_up(row.choices, mode, row.prefixes)) is not None:
             implied = {"no": "auto", "fp8": "bf16"}.get(found, found)  # as in Accelerate
             self.add("precision.param", entry, value=implied, implied=True)
 

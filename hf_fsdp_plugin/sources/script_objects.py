@@ -56,8 +56,7 @@ _SIZE_DEFAULT = 100_000_000
 
 def read_arguments(sources: Sources) -> SourceSettings | None:
     """Read ``sources.training_arguments``. Arguments that are not related to FSDP are ignored."""
-    arguments = sources.training_arguments
-    if not arguments:
+    if not (arguments := sources.training_arguments):
         return None
     out = Collector(ARGUMENTS)
     # None, False and 0 are defaults of Transformers, and not settings.
@@ -71,11 +70,7 @@ def read_arguments(sources: Sources) -> SourceSettings | None:
 
 
 def add_fsdp_arguments(
-    out: Collector,
-    fsdp: ConfigEntry | None,
-    fsdp_config: FsdpConfig,
-    *,
-    config_key: str = "fsdp_config",
+    out: Collector, fsdp: ConfigEntry | None, fsdp_config: FsdpConfig, *, config_key: str = "fsdp_config"
 ) -> None:
     """Add the arguments ``fsdp`` and ``fsdp_config``. As in Transformers, only ``fsdp`` enables FSDP.
 
@@ -276,10 +271,8 @@ def unused_options(key: str, config: Any) -> str:
     fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
     given = {field: getattr(config, field.name) for field in fields}
     options = [f"{field.name}={v}" for field, v in given.items() if v != _GATHERED.get(field.name, field.default)]
-    message = (
-        f"{key} selects the state dict type. {', '.join(options)} has no effect: this package writes checkpoints "
-        "itself, and gathers a full state dict in the CPU memory of rank 0."
-    )
+    message = f"{key} selects the state dict type. {', '.join(options)} has no effect: this package writes checkpoints "
+    message += "itself, and gathers a full state dict in the CPU memory of rank 0."
     return message if options else ""
 
 

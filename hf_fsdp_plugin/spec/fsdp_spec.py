@@ -1,4 +1,4 @@
-"""``FsdpSpec``: the requested settings, typed and in sections, with every default.
+"""``FsdpSpec``: the requested settings, typed and in sections, with defaults; those that differ are in ``defaults``.
 
 Attribute paths are the canonical names: ``spec.sharding.strategy`` is the setting ``sharding.strategy``. ``"auto"`` is
 replaced by ``plan.resolve`` with a value for the model and the world size.
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from hf_fsdp_plugin.problems import DEFAULT_ORIGIN, Origin, Problem
-from hf_fsdp_plugin.sources.interface import SourceFamily, enables_fsdp
+from hf_fsdp_plugin.sources.interface import enables_fsdp
 from hf_fsdp_plugin.strategies import DEFAULT_STRATEGY
 
 Version = Literal[1, 2]
@@ -101,14 +101,14 @@ class Fp8Section:
     """They have an effect with ``mixed_precision: fp8``. ``te_options`` are arguments of ``TERecipeKwargs``."""
 
     backend: Fp8Backend = "auto"
-    all_gather: bool = True  # VERSION_DEFAULTS has another default
+    all_gather: bool = True  # false under FSDP1: VERSION_DEFAULTS
     pad_inner_dim: bool = True
     te_options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefetchSection:
-    backward: BackwardPrefetch = "none"  # VERSION_DEFAULTS has another default
+    backward: BackwardPrefetch = "none"  # "pre" under FSDP2: VERSION_DEFAULTS
     forward: bool = False
     limit_all_gathers: bool = True
 
@@ -259,26 +259,3 @@ class FsdpSpec:
 
 
 SECTIONS: tuple[str, ...] = tuple(f.name for f in fields(FsdpSpec) if f.name not in ("origins", "problems"))
-
-
-FAMILY_DEFAULTS: Final[Mapping[SourceFamily | None, Mapping[str, Any]]] = MappingProxyType(
-    {
-        "accelerate": {"fsdp.version": 1, "wrap.policy": "none"},
-        "training_arguments": {"fsdp.version": 2, "wrap.policy": "transformer"},
-        None: {},
-    }
-)
-"""Family of a source -> the defaults that depend on it. The sections above contain all other defaults."""
-
-VERSION_DEFAULTS: Final[Mapping[int, Mapping[str, Any]]] = MappingProxyType(
-    {
-        1: {"prefetch.backward": "none", "fp8.all_gather": False},
-        2: {"prefetch.backward": "pre", "fp8.all_gather": True},
-    }
-)
-"""FSDP version -> the defaults that depend on it."""
-
-
-def defaults_of(family: SourceFamily | None) -> Mapping[str, Any]:
-    """Return the defaults that depend on the family of a source."""
-    return {"fsdp.version": FsdpSection().version, **FAMILY_DEFAULTS[family]}

@@ -9,13 +9,14 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from hf_fsdp_plugin.problems import DEFAULT_ORIGIN, Origin, Problem, SpecError, has_errors
-from hf_fsdp_plugin.sources import accelerate_file, command_line, environment, script_objects
+from hf_fsdp_plugin.sources import accelerate_file, command_line, environment
 from hf_fsdp_plugin.sources.accelerate_file import FsdpConfig
 from hf_fsdp_plugin.sources.environment import locate_config
 from hf_fsdp_plugin.sources.interface import Setting, Sources, SourceSettings, config_of
-from hf_fsdp_plugin.sources.script_objects import FsdpOptions
+from hf_fsdp_plugin.sources.script_objects import ARGUMENTS, FsdpOptions
 from hf_fsdp_plugin.sources.tree import ConfigFile
-from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec, defaults_of
+from hf_fsdp_plugin.spec.defaults import FAMILY_DEFAULTS
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.precedence import PRECEDENCE, active_settings, derive_spec, merge_levels, sorted_by_precedence
 from hf_fsdp_plugin.spec.rules import check_rules
 from hf_fsdp_plugin.spec.values import parse_settings
@@ -141,7 +142,7 @@ def combine(given: Sequence[SourceSettings]) -> Assessment:
     levels = active_settings(given)
     effective, overridden = merge_levels(levels)
     family = next((level.family for level in levels if level.family is not None), None)
-    spec, derived = derive_spec(effective, defaults_of(family))
+    spec, derived = derive_spec(effective, FAMILY_DEFAULTS[family])
     read = [problem for level in levels for problem in level.problems]
     return _check(spec, read, [*overridden, *_ambiguous_version(levels, spec), *derived])
 
@@ -155,36 +156,27 @@ MADE_FROM_SPEC: Final = "_hf_fsdp_made_from_spec"
 def with_script_settings(
     spec: FsdpSpec,
     *,
-    distributed_config: Any = None,
-    plugin_fields: Mapping[str, Any] | None = None,
-    parallelism_config: Any = None,
     values: Mapping[str, Any] = MappingProxyType({}),
     origin: Origin = DEFAULT_ORIGIN,
+    **sources: Any,
 ) -> FsdpSpec:
     """Return a checked spec with settings that a script makes after the spec: they override it, and are reported.
 
     Args:
-        distributed_config: as for :func:`load_spec`. A second call with the same config changes nothing.
-        plugin_fields: fields of Accelerate's plugin that the script has assigned.
-        parallelism_config: as for :func:`load_spec`.
         values: canonical name -> value, as arguments of an ``Accelerator`` set them.
         origin: the origin of `values`.
+        sources: fields of :class:`Sources`: a ``distributed_config`` (a second call with the same one changes nothing),
+            a ``parallelism_config``, or the fields of Accelerate's plugin that the script has assigned, as
+            ``plugin_object``.
 
     Raises:
         SpecError: a value is invalid or not supported, or conflicts with other settings. The exception contains all
             problems.
     """
-    if getattr(distributed_config, MADE_FROM_SPEC, False):
-        distributed_config = None
-    sources = Sources(
-        distributed_config=config_of(distributed_config),
-        plugin_object=plugin_fields,
-        parallelism_config=parallelism_config,
-        environ={},
-    )
-    read = read_settings(sources)
-    level = script_objects.ARGUMENTS
-    settings = [Setting(name=name, value=value, origin=origin, level=level) for name, value in values.items()]
+    if getattr(sources.get("distributed_config"), MADE_FROM_SPEC, False):
+        del sources["distributed_config"]
+    read = read_settings(Sources(environ={}, **sources))
+    settings = [Setting(name=name, value=value, origin=origin, level=ARGUMENTS) for name, value in values.items()]
     now = {name: (value, origin) for name, value, origin in spec.settings()}
     for setting in (setting for source in read for setting in source.settings):
         if setting.name == "sharding.reshard":
@@ -192,16 +184,13 @@ def with_script_settings(
             setting = replace(setting, name="sharding.strategy", value=row.name)
         # The sizes of other axes are checked, but are not in the spec. A plugin enables FSDP, as the spec does.
         is_known = now.get(setting.name) in (None, (setting.value, setting.origin))
-        if not is_known and not (setting.name == "launch.distributed_type" and plugin_fields):
+        if not is_known and not (setting.name == "launch.distributed_type" and "plugin_object" in sources):
             settings.append(setting)
     problems = [problem for source in read for problem in source.problems]
     if not settings and not problems:
         return spec
-    asked = [
-        Setting(name=name, value=value, origin=origin, level=accelerate_file.SOURCE)
-        for name, value, origin in spec.settings()
-        if spec.asked(name)
-    ]
+    level = accelerate_file.SOURCE
+    asked = [Setting(name=name, value=now[name][0], origin=each, level=level) for name, each in spec.origins.items()]
     effective, overridden = merge_levels([SourceSettings(settings=settings), SourceSettings(settings=asked)])
     changed, derived = derive_spec(effective, {name: value for name, (value, _) in now.items()})
     return _check(changed, [*spec.problems, *problems, *overridden, *derived]).checked_spec()
@@ -213,10 +202,8 @@ def _ambiguous_version(levels: Sequence[SourceSettings], spec: FsdpSpec) -> Iter
         return
     families = {level.family for level in levels if level.family is not None and level.level != environment.SOURCE}
     if len(families) > 1:
-        message = (
-            "no source sets the FSDP version, and the defaults differ: 1 for Accelerate's file, 2 for "
-            f"TrainingArguments. The default of the source with higher precedence is used: {spec.fsdp.version}."
-        )
+        message = "no source sets the FSDP version, and the defaults differ: 1 for Accelerate's file, 2 for "
+        message += f"TrainingArguments. The default of the source with higher precedence is used: {spec.fsdp.version}."
         yield Problem(code="FSDP-W106", setting="fsdp.version", message=message, fix="Set fsdp_version in one of them.")
 
 
@@ -232,12 +219,9 @@ CHECKED_WITH: Mapping[str | None, str] = {
 def _check(spec: FsdpSpec, read: Sequence[Problem], others: Sequence[Problem] = ()) -> Assessment:
     """Return the spec with all problems: `read`, `others`, and violations of rules by values that could be read."""
     unread = {problem.setting for problem in read if problem.severity == "error"}
-    found = [
-        problem
-        for problem in check_rules(spec)
-        if CHECKED_WITH.get(problem.setting, "") not in unread
-        if problem.severity != "note" or not has_errors(read)
-    ]
+    found = [problem for problem in check_rules(spec) if CHECKED_WITH.get(problem.setting, "") not in unread]
+    if has_errors(read):
+        found = [problem for problem in found if problem.severity != "note"]
     problems = tuple(dict.fromkeys([*read, *others, *found]))
     spec = replace(spec, problems=tuple(problem for problem in problems if problem.severity != "error"))
     return Assessment(spec=spec, problems=problems)

@@ -11,7 +11,8 @@ from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.sources import accelerate_file, command_line, environment, script_objects
 from hf_fsdp_plugin.sources.interface import AUTO_WRAP, OFF, Reader, Setting, SourceSettings
 from hf_fsdp_plugin.sources.script_objects import PARALLELISM, PLUGIN, read_parallelism_config, read_plugin
-from hf_fsdp_plugin.spec.fsdp_spec import VERSION_DEFAULTS, FsdpSpec
+from hf_fsdp_plugin.spec.defaults import VERSION_DEFAULTS
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.strategies import DEFAULT_STRATEGY, STRATEGIES, Strategy, strategy_of
 
 PRECEDENCE: Final[tuple[tuple[str, Reader], ...]] = (
@@ -188,7 +189,11 @@ def derive_spec(effective: Settings, family_defaults: Mapping[str, Any]) -> tupl
     _derive_checkpointing(settings, problems)
     _derive_wrap_policy(settings, problems)
     _derive_strategy(settings, version, problems)
-    return _make_spec(settings, defaults), tuple(problems)
+    given = {name: setting for name, setting in sorted(settings.items()) if name in _FIELDS}
+    values = {**defaults, **{name: setting.value for name, setting in given.items()}}
+    values = {name: MappingProxyType(value) if isinstance(value, dict) else value for name, value in values.items()}
+    origins = {name: setting.origin for name, setting in given.items()}
+    return FsdpSpec().with_values(values, origins), tuple(problems)
 
 
 def _derive_off(settings: Settings, problems: list[Problem]) -> None:
@@ -350,10 +355,3 @@ def _num_ranks(settings: Settings) -> int:
     """Return the number of ranks that these settings imply; 1 if they do not imply a number."""
     sizes = (settings[name].value for name in ("mesh.replicate", "launch.num_processes") if name in settings)
     return max((size for size in sizes if size != "auto"), default=1)
-
-
-def _make_spec(settings: Settings, defaults: Mapping[str, Any]) -> FsdpSpec:
-    given = {name: setting for name, setting in sorted(settings.items()) if name in _FIELDS}
-    values = {**defaults, **{name: setting.value for name, setting in given.items()}}
-    values = {name: MappingProxyType(value) if isinstance(value, dict) else value for name, value in values.items()}
-    return FsdpSpec().with_values(values, {name: setting.origin for name, setting in given.items()})

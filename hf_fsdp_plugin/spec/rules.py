@@ -30,7 +30,7 @@ FSDP_SECTIONS = frozenset(
 
 def check_rules(spec: FsdpSpec) -> tuple[Problem, ...]:
     """Return all problems that the rules find."""
-    of_run, of_model = (_check_engine, _check_ranks, _check_units), (_check_precision, check_fp8, check_fsdp2_support)
+    of_run, of_model = (_check_engine, _check_ranks, _check_units), (_check_precision, check_fp8, check_fsdp1_only)
     return tuple(problem for rule in (*of_run, *of_model, _check_loading) for problem in rule(spec))
 
 
@@ -211,9 +211,7 @@ def _check_units(spec: FsdpSpec) -> Iterator[Problem]:
         fix = "Set fsdp_activation_checkpointing: true, or remove fsdp_activation_checkpointing_offload."
         yield spec.problem("FSDP-E140", "activation.offload", message, fix)
     elif activation.offload and activation.native:
-        message = (
-            "activation offload belongs to FSDP's checkpointing, but gradient_checkpointing of Transformers is set."
-        )
+        message = "activation offload belongs to FSDP's checkpointing, but that of Transformers is set."
         fix = "Set fsdp_activation_checkpointing: true instead of gradient_checkpointing, or pass "
         fix += 'activation_checkpointing_kwargs={"offload": True} (Transformers 5.24) instead of the offload.'
         yield spec.problem("FSDP-E141", "activation.offload", message, fix)
@@ -261,8 +259,8 @@ def _check_precision(spec: FsdpSpec) -> Iterator[Problem]:
         yield spec.problem("FSDP-E147", name, *FP16_ON_CPU)
 
 
-def check_fsdp2_support(spec: FsdpSpec) -> Iterator[Problem]:
-    """Report settings of FSDP1 that have no counterpart in FSDP2."""
+def check_fsdp1_only(spec: FsdpSpec) -> Iterator[Problem]:
+    """Report settings of FSDP1 that have no counterpart in FSDP2, if they are set under FSDP2."""
     if spec.fsdp.version != 2:
         return
     fix = "Remove the key, or set fsdp_version: 1."
@@ -276,10 +274,8 @@ def check_fsdp2_support(spec: FsdpSpec) -> Iterator[Problem]:
 
 def _check_loading(spec: FsdpSpec) -> Iterator[Problem]:
     if spec.loading.ram_efficient and not spec.loading.sync_module_states:
-        message = (
-            f"{spec.origin('loading.ram_efficient')} needs the weights of rank 0 on every rank, and "
-            f"{spec.origin('loading.sync_module_states')} prevents their broadcast."
-        )
+        message = f"{spec.origin('loading.ram_efficient')} needs the weights of rank 0 on every rank, and "
+        message += f"{spec.origin('loading.sync_module_states')} prevents their broadcast."
         fix = "Set fsdp_sync_module_states: true, or remove fsdp_cpu_ram_efficient_loading."
         yield spec.problem("FSDP-E149", "loading.sync_module_states", message, fix)
 
@@ -291,7 +287,6 @@ _FP8_PACKAGES: Final[Mapping[str, tuple[str, str]]] = {
 }
 """Backend -> its module, and the name of the package that is installed."""
 _FP8_SETTINGS: Final = ("fp8.backend", "fp8.all_gather", "fp8.pad_inner_dim", "fp8.te_options")
-_FP8_BACKENDS: Final = ("ao", "te")
 _OFF: Final = "set mixed_precision: bf16."
 
 
@@ -299,7 +294,7 @@ def fp8_backend(spec: FsdpSpec) -> str:
     """Return the backend of a spec, as Accelerate chooses it: the first that is installed, or torchao."""
     if spec.fp8.backend != "auto":
         return spec.fp8.backend
-    return next((name for name in _FP8_BACKENDS if _is_installed(name)), "ao")
+    return next((name for name in ("ao", "te") if _is_installed(name)), "ao")
 
 
 def _is_installed(backend: str) -> bool:

@@ -33,14 +33,12 @@ class StartedRanks(Protocol):
 
     def prepare(self, local_rank: int, env: dict[str, str]) -> tuple[str, str]:
         """Complete the environment of a rank, and return the files to which its stdout and stderr go."""
-        raise NotImplementedError
 
     def take_pids(self, pids: Mapping[int, int]) -> None:
         """Take the processes, by local rank."""
 
     def is_over(self) -> bool:
         """Return whether all ranks have exited. Stops them if one has failed."""
-        raise NotImplementedError
 
     def end(self, death_signal: signal.Signals) -> None:
         """End the ranks that still run."""

@@ -16,14 +16,11 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_plugin.contracts import contracts_in, guard_functions, import_target
 from hf_fsdp_plugin.torch_private.functions import operator_name, resolve_group, tree_leaves
 
-_FAKE: Final = "torch.testing._internal.distributed.fake_pg"
-_C10D: Final = "torch._C._distributed_c10d"
-_FUNCTIONAL: Final = "torch.distributed._functional_collectives"
 CONTRACTS = contracts_in(__file__)
 FakeTensor = import_target("torch._subclasses.fake_tensor:FakeTensor", CONTRACTS)
 WRAP = import_target("torch:ops._c10d_functional._wrap_tensor_autograd.default", CONTRACTS)
 """The operator after a functional collective, which returns the tensor for autograd."""
-AsyncCollectiveTensor = import_target(f"{_FUNCTIONAL}:AsyncCollectiveTensor", CONTRACTS)
+AsyncCollectiveTensor = import_target("torch.distributed._functional_collectives:AsyncCollectiveTensor", CONTRACTS)
 KINDS: Final = {
     "all_gather_into_tensor": "all_gather", "_allgather_base_": "all_gather", "allgather_": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter", "_reduce_scatter_base_": "reduce_scatter",
@@ -40,7 +37,7 @@ def fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
     Args:
         world_size: number of ranks, which do not exist.
     """
-    store = import_target(f"{_FAKE}:FakeStore", CONTRACTS)()
+    store = import_target("torch.testing._internal.distributed.fake_pg:FakeStore", CONTRACTS)()
     dist.init_process_group("fake", store=store, rank=rank, world_size=world_size)
     try:
         yield
@@ -75,7 +72,7 @@ def collective_of(func: Any, args: Any, out: Any) -> tuple[str, str, int] | None
 
 def run_in_place(func: Any, args: Any) -> Any:
     """Return the result of a collective of the namespace ``c10d``, which has no kernel for meta tensors."""
-    work = import_target(f"{_C10D}:FakeWork", CONTRACTS)().boxed()
+    work = import_target("torch._C._distributed_c10d:FakeWork", CONTRACTS)().boxed()
     return work if len(func._schema.returns) == 1 else (args[0], work)
 
 

@@ -20,16 +20,11 @@ from hf_fsdp_plugin.torch_private.live_unit import Facts, Held, LiveUnit, attrib
 from hf_fsdp_plugin.torch_private.modules import Inputs
 from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
 
-_FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
-_COMMON = "torch.distributed.fsdp._common_utils"
-_RUNTIME = "torch.distributed.fsdp._runtime_utils"
-_FLAT = "torch.distributed.fsdp._flat_param"
 CONTRACTS = contracts_in(__file__)
 
-_common = import_target(_COMMON, CONTRACTS)
-_runtime = import_target(_RUNTIME, CONTRACTS)
-_unit_module = import_target(_FSDP1, CONTRACTS)
-_FlatParamHandle = import_target(f"{_FLAT}:FlatParamHandle", CONTRACTS)
+_common = import_target("torch.distributed.fsdp._common_utils", CONTRACTS)
+_runtime = import_target("torch.distributed.fsdp._runtime_utils", CONTRACTS)
+_unit_module = import_target("torch.distributed.fsdp.fully_sharded_data_parallel", CONTRACTS)
 
 Registration = tuple[nn.Module, str]
 """A module, and the attribute name of a parameter that is registered in it."""
@@ -104,9 +99,8 @@ def original_parameters(flat: Any) -> list[Member]:
 
 def tied_places(flat: Any) -> list[tuple[Registration, Registration]]:
     """Return each further registration of a tied parameter, with the registration in its :class:`Member`."""
-    return [
-        ((info.module, info.param_name), (info.prim_module, info.prim_param_name)) for info in flat._shared_param_infos
-    ]
+    infos = flat._shared_param_infos
+    return [((info.module, info.param_name), (info.prim_module, info.prim_param_name)) for info in infos]
 
 
 def names_in(flat: Any, name: str) -> list[str]:
@@ -405,10 +399,8 @@ class FlatGradients:
 
 def watch_gradients(model: nn.Module) -> list[FlatGradients]:
     """Watch the gradients of the units of a model."""
-    units: list[tuple[str, Any]] = [
-        (name, unit) for name, unit in model.named_modules() if isinstance(unit, FullyShardedDataParallel)
-    ]
-    return [FlatGradients(name, unit) for name, unit in units if flat_parameter(unit) is not None]
+    named = ((name, unit) for name, unit in model.named_modules() if isinstance(unit, FullyShardedDataParallel))
+    return [FlatGradients(name, unit) for name, unit in named if flat_parameter(unit) is not None]
 
 
 def reduce_earlier_gradients(root: Any) -> None:
@@ -448,17 +440,10 @@ def _gradients(handle: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _held(handle: Any) -> tuple[Held, ...]:
-    shard = local_shard(handle.flat_param)
-    return tuple(
-        Held(
-            each.module,
-            each.attribute,
-            each.requires_grad,
-            each.shape.numel(),
-            shard.narrow(0, each.offset, each.stop - each.start),
-        )
-        for each in original_parameters(handle.flat_param)
-    )
+    shard, members = local_shard(handle.flat_param), original_parameters(handle.flat_param)
+    parts = [shard.narrow(0, each.offset, each.stop - each.start) for each in members]
+    found = zip(members, parts, strict=True)
+    return tuple(Held(m.module, m.attribute, m.requires_grad, m.shape.numel(), part) for m, part in found)
 
 
 def _is_unreduced(handle: Any) -> bool:
@@ -472,7 +457,7 @@ _UNIT_FACTS: Facts = {
     "device": compute_device,
     "strategy": lambda unit: strategy_of_unit(unit).name,
     "shard_size": lambda unit: group.size() if (group := shard_group(unit)) is not None else 1,
-    "shard_rank": lambda unit: group.rank() if (group := shard_group(unit)) is not None else 0,
+    "coordinates": lambda unit: ((group.rank() if (group := shard_group(unit)) is not None else 0,),),
     "shard_ranks": lambda unit: tuple(dist.get_process_group_ranks(g)) if (g := shard_group(unit)) is not None else (),
     "replicate_size": lambda unit: group.size() if (group := replicate_group(unit)) is not None else 1,
     "hybrid": lambda unit: strategy_of_unit(unit).hybrid,
@@ -505,13 +490,5 @@ _HANDLE_FACTS: Facts = {
     "parameter_ids": lambda handle: frozenset(id(parameter) for parameter in parameter_objects(handle.flat_param)),
 }
 
-guard_functions(
-    globals(),
-    CONTRACTS,
-    off={
-        "watch_gradients": [],
-        "reduce_earlier_gradients": None,
-        "backward_has_failed": False,
-        "discard_call": False,
-    },
-)
+_OFF: dict[str, Any] = {"watch_gradients": [], "reduce_earlier_gradients": None, "backward_has_failed": False}
+guard_functions(globals(), CONTRACTS, off={**_OFF, "discard_call": False})

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -19,19 +20,12 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_plugin.contracts import contracts_in, guard_functions, import_target, release_of
 from hf_fsdp_plugin.torch_private.functions import in_backward, is_sharded, num_changes, runs_after_accumulation
 from hf_fsdp_plugin.torch_private.live_unit import Facts, Held, LiveUnit, attribute_or
-from hf_fsdp_plugin.torch_private.modules import (
-    Inputs,
-    casts_itself,
-    forward_pre_hooks,
-    local_tensor,
-    unconverted,
-)
+from hf_fsdp_plugin.torch_private.modules import Inputs, casts_itself, forward_pre_hooks, local_tensor, unconverted
 
-_COMMON = "torch.distributed.fsdp._fully_shard._fsdp_common"
 CONTRACTS = contracts_in(__file__)
 
 _UNSHARDED = import_target("torch.distributed.fsdp._fully_shard._fsdp_param:ShardedState.UNSHARDED", CONTRACTS)
-_common = import_target(_COMMON, CONTRACTS)
+_common = import_target("torch.distributed.fsdp._fully_shard._fsdp_common", CONTRACTS)
 _BACKWARD_PREFETCH_MARK = "_hf_fsdp_backward_prefetch"
 
 
@@ -49,6 +43,11 @@ def is_since_2_15() -> bool:
 def state_of(module: FSDPModule) -> Any:
     """Return the state object that the modules of one ``fully_shard`` call share."""
     return module._get_fsdp_state()
+
+
+def states_in(model: nn.Module) -> list[Any]:
+    """Return the state of each ``fully_shard`` call in a model, in the order of the module tree."""
+    return list(dict.fromkeys(state_of(module) for module in model.modules() if isinstance(module, FSDPModule)))
 
 
 def modules_of(state: Any) -> tuple[nn.Module, ...]:
@@ -71,8 +70,7 @@ def set_mixed_precision(state: Any, policy: MixedPrecisionPolicy) -> None:
 
 def _policy_of(policy: MixedPrecisionPolicy, parameter: nn.Parameter) -> MixedPrecisionPolicy:
     """Return the policy of one parameter, as ``fully_shard`` resolves it from torch 2.15 on."""
-    override = getattr(policy, "param_dtype_override_fn", None)
-    if override is None:
+    if (override := getattr(policy, "param_dtype_override_fn", None)) is None:
         return policy
     values: dict[str, Any] = {"param_dtype_override_fn": None}
     return replace(policy, param_dtype=override(parameter) or policy.param_dtype, **values)
@@ -100,8 +98,8 @@ def convert_shards(model: nn.Module, wrapper_of: Callable[[nn.Module, str], Call
         wrapper_of: takes a module and an attribute; returns the function that makes such a tensor of the shard, or
             ``None`` to keep the shard.
     """
-    states = {id(state): state for m in model.modules() if isinstance(m, FSDPModule) for state in [state_of(m)]}
-    for item in (item for state in states.values() for group in _parameter_groups(state) for item in group.fsdp_params):
+    groups = (group for state in states_in(model) for group in _parameter_groups(state))
+    for item in (item for group in groups for item in group.fsdp_params):
         if (wrap := wrapper_of(item._module_info.module, item._module_info.param_name)) is not None:
             item.sharded_param._local_tensor = wrapped = wrap(item.sharded_param._local_tensor)
             item._sharded_param_data = wrapped.view(-1)
@@ -157,8 +155,7 @@ def num_unit_changes(module: FSDPModule) -> tuple[int, int]:
 
 def compute_device(root: FSDPModule) -> torch.device:
     """Return the device on which the root is computed; offloaded shards are in CPU memory."""
-    device: torch.device = state_of(root)._device
-    return device
+    return state_of(root)._device
 
 
 def is_idle(root: FSDPModule) -> bool:
@@ -174,8 +171,7 @@ def is_outside_of_call(module: FSDPModule) -> bool:
 
 def before_forward(root: FSDPModule, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
     """Run the hook that runs before the root's forward. Return the inputs to pass on. Collective."""
-    inputs: Inputs = state_of(root)._pre_forward(module, args, kwargs)
-    return inputs
+    return state_of(root)._pre_forward(module, args, kwargs)
 
 
 def after_forward(root: FSDPModule, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -207,8 +203,7 @@ def discard_call(root: FSDPModule, *, backward: bool) -> bool:
     Returns:
         Whether this version of torch can do so.
     """
-    reset = getattr(root, "reset_iter_state", None)
-    if reset is None:
+    if (reset := getattr(root, "reset_iter_state", None)) is None:
         return False
     reset()
     for group in (group for other in state_of(root)._state_ctx.all_states for group in _parameter_groups(other)):
@@ -315,18 +310,16 @@ def watch_gradients(model: nn.Module, after_backward: Callable[[], None]) -> lis
     Args:
         after_backward: called at the end of each backward, when FSDP2 has finished it.
     """
-    states = {id(state): state for m in model.modules() if isinstance(m, FSDPModule) for state in [state_of(m)]}
-    for state in states.values():
-        state._root_post_backward_final_callback = _then(state._root_post_backward_final_callback, after_backward)
-    return [GroupGradients(group) for state in states.values() for group in _parameter_groups(state)]
+    states = states_in(model)
+    for state in states:
+        own = state._root_post_backward_final_callback
+        state._root_post_backward_final_callback = partial(_call_both, own, after_backward)
+    return [GroupGradients(group) for state in states for group in _parameter_groups(state)]
 
 
-def _then(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
-    def call() -> None:
-        first()
-        second()
-
-    return call
+def _call_both(first: Callable[[], None], second: Callable[[], None]) -> None:
+    first()
+    second()
 
 
 def read_units(state: Any, *, is_root: bool) -> Iterator[LiveUnit]:
@@ -362,6 +355,11 @@ def _backward_prefetch(state: Any) -> str:
     hooks = (hook for module in modules_of(state) for hook in forward_pre_hooks(module))
     marks = (getattr(hook, _BACKWARD_PREFETCH_MARK, None) for hook in hooks)
     return next((mark for mark in marks if mark is not None), "none")
+
+
+def _held(item: Any) -> Held:
+    info, shard = item._module_info, item.sharded_param
+    return Held(info.module, info.param_name, shard.requires_grad, shard.numel(), local_tensor(shard))
 
 
 def _parameters(group: Any) -> list[DTensor]:
@@ -437,9 +435,7 @@ def _reduce_dtype(group: Any) -> torch.dtype | None:
 
 def _policy(group: Any, item: Any = None) -> MixedPrecisionPolicy:
     """Return the policy of a group; from torch 2.15 on, of one of its parameters, by default of the first."""
-    owner = group if hasattr(group, "mp_policy") else item or group.fsdp_params[0]
-    policy: MixedPrecisionPolicy = owner.mp_policy
-    return policy
+    return group.mp_policy if hasattr(group, "mp_policy") else (item or group.fsdp_params[0]).mp_policy
 
 
 def _is_sharded(group: Any) -> bool:
@@ -482,23 +478,13 @@ _STATE_FACTS: Facts = {
 }
 _GROUP_FACTS: Facts = {
     "modules": lambda group: tuple(group.modules),
-    "held": lambda group: tuple(
-        Held(
-            item._module_info.module,
-            item._module_info.param_name,
-            item.sharded_param.requires_grad,
-            item.sharded_param.numel(),
-            local_tensor(item.sharded_param),
-        )
-        for item in group.fsdp_params
-    ),
+    "held": lambda group: tuple(map(_held, group.fsdp_params)),
     "master_dtypes": _master_dtypes,
     "compute_dtype": _compute_dtype,
     "compute_dtypes": _compute_dtypes,
     "reduce_dtype": _reduce_dtype,
     "casts": lambda group: _policy(group).param_dtype is not None,
     "shard_size": lambda group: group.mesh_info.shard_mesh_size if _is_sharded(group) else 1,
-    "shard_rank": lambda group: group.mesh_info.shard_mesh_rank if _is_sharded(group) else 0,
     "shard_ranks": lambda group: (
         tuple(dist.get_process_group_ranks(group.mesh_info.shard_process_group)) if _is_sharded(group) else ()
     ),
@@ -515,22 +501,11 @@ _GROUP_FACTS: Facts = {
     "gathered": _gathered,
     "gradients": _gradients,
     "casting": lambda group: tuple(
-        (item._module_info.module, item._module_info.param_name)
-        for item in group.fsdp_params
-        if casts_itself(item.sharded_param._local_tensor)
+        item._module_info.param_name for item in group.fsdp_params if casts_itself(item.sharded_param._local_tensor)
     ),
     "parameter_ids": _parameter_ids,
     "copy_ids": lambda group: frozenset(map(id, _wholes(group))),
 }
 
-guard_functions(
-    globals(),
-    CONTRACTS,
-    off={
-        "keep_requires_grad": None,
-        "is_idle": False,
-        "watch_gradients": [],
-        "backward_has_failed": False,
-        "is_outside_of_call": False,
-    },
-)
+_OFF: dict[str, Any] = dict.fromkeys(("is_idle", "backward_has_failed", "is_outside_of_call"), False)
+guard_functions(globals(), CONTRACTS, off={**_OFF, "keep_requires_grad": None, "watch_gradients": []})

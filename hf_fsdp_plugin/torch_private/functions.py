@@ -25,11 +25,8 @@ if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 _CHECKPOINT = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
-_FILES = "torch.distributed.checkpoint.filesystem"
-_C10D = "torch.distributed.distributed_c10d"
 _LAYOUT = "torch.distributed.tensor._utils"
 _TREE = "torch.utils._pytree"
-_DISPATCH = "torch.utils._python_dispatch"
 _ATTENTION = (
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_flash_attention",
@@ -44,10 +41,10 @@ _NO_HOOKS: Mapping[int, Any] = {}
 if not TYPE_CHECKING:
     ActivationWrapper = import_target(f"{_CHECKPOINT}:ActivationWrapper", CONTRACTS)
     CheckpointWrapper = import_target(f"{_CHECKPOINT}:CheckpointWrapper", CONTRACTS)
-    TorchDispatchMode = import_target(f"{_DISPATCH}:TorchDispatchMode", CONTRACTS)
+    TorchDispatchMode = import_target("torch.utils._python_dispatch:TorchDispatchMode", CONTRACTS)
 checkpoint_wrapper = import_target(f"{_CHECKPOINT}:checkpoint_wrapper", CONTRACTS)
-StorageInfo = import_target(f"{_FILES}:_StorageInfo", CONTRACTS)
-default_store = import_target(f"{_C10D}:_get_default_store", CONTRACTS)
+StorageInfo = import_target("torch.distributed.checkpoint.filesystem:_StorageInfo", CONTRACTS)
+default_store = import_target("torch.distributed.distributed_c10d:_get_default_store", CONTRACTS)
 compute_local_shape_and_global_offset = import_target(f"{_LAYOUT}:compute_local_shape_and_global_offset", CONTRACTS)
 tree_leaves = import_target(f"{_TREE}:tree_leaves", CONTRACTS)
 tree_map = import_target(f"{_TREE}:tree_map", CONTRACTS)
@@ -123,8 +120,7 @@ def calls_own_forward(module: nn.Module) -> bool:
 
 def checkpoint_keywords(wrapper: CheckpointWrapper) -> dict[str, Any]:
     """Return the keyword arguments that the wrapper passes to torch's ``checkpoint``."""
-    keywords: dict[str, Any] = getattr(wrapper.checkpoint_fn, "keywords", {})
-    return keywords
+    return getattr(wrapper.checkpoint_fn, "keywords", {})
 
 
 def profiler_is_running() -> bool:
@@ -153,8 +149,7 @@ def allow_checkpointed_graphs() -> None:
 
 def gradient_hooks(tensor: torch.Tensor) -> Mapping[int, Any]:
     """Return the hooks of ``register_hook`` by their numbers. A removed hook leaves the mapping."""
-    hooks: Mapping[int, Any] | None = tensor._backward_hooks
-    return _NO_HOOKS if hooks is None else hooks
+    return _NO_HOOKS if tensor._backward_hooks is None else tensor._backward_hooks
 
 
 def runs_after_accumulation(tensor: torch.Tensor) -> bool:
@@ -286,8 +281,7 @@ def _local_gradients(optimizer: torch.optim.Optimizer) -> dict[tuple[torch.devic
     found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            gradient = parameter.grad
-            if gradient is None:
+            if (gradient := parameter.grad) is None:
                 continue
             local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
             if local.is_sparse:

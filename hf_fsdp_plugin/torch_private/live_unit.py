@@ -43,7 +43,7 @@ class LiveUnit:
         num_local_trainable: number of elements of ``num_local_params`` that need a gradient.
         master_dtypes: dtypes of the trainable shards (of all shards if none is trainable).
         compute_dtype: dtype of the gathered parameters; ``None`` if the unit has no parameters.
-        compute_dtypes: dtype of each gathered parameter under FSDP2, in the order of ``places``.
+        compute_dtypes: dtype of each gathered parameter under FSDP2, in the order of ``held``.
         reduce_dtype: dtype of the gradient reduction; ``None`` if nothing is reduced.
         output_dtype: dtype to which FSDP2 casts outputs; ``None`` for no cast.
         casts: whether a compute dtype was set explicitly.
@@ -56,16 +56,14 @@ class LiveUnit:
         prefetched: the modules of the units that FSDP2 gathers before this unit's forward.
         shard_ranks: the ranks that have the unit's shards, in the order of the shards; empty if it is not sharded.
         axes: name and size of the axes of the mesh, as torch has them: ``cp``, ``tp`` and ``ep`` among others.
-        coordinates: for each of ``shards``, which part of the parameter this rank has; empty under FSDP1.
+        coordinates: for each of ``shards``, which part this rank has: its position on each axis that divides it.
         reduces: whether the next backward reduces gradients over the shard group.
         all_reduces: whether the next backward reduces gradients over the replicas.
         unreduced: whether there are gradients that were computed but not reduced, so that the optimizer misses them.
         held: each parameter.
-        places: the module, the attribute name and ``requires_grad`` of each parameter.
-        casting: the module and the attribute name of each parameter that casts itself in FSDP2's all-gather.
+        casting: the attribute name of each parameter that casts itself in FSDP2's all-gather.
         lazy: whether torch has not initialized the unit yet. It does so in the first forward.
         shards: memory of this rank's parameters.
-        parts: this rank's part of each parameter, without padding.
         gathered: memory of gathered parameters that are not freed.
         gradients: the gradients that are not ``None``.
         parameter_ids: ``id`` of every parameter object that can represent the unit in the module tree.
@@ -115,8 +113,6 @@ class LiveUnit:
 
 
 _OF_HELD: Final[Facts] = {
-    "places": lambda unit: tuple((each.module, each.attribute, each.requires_grad) for each in unit.held),
-    "parts": lambda unit: tuple(each.part for each in unit.held),
     "num_params": lambda unit: sum(each.numel for each in unit.held),
     "num_local_params": lambda unit: sum(each.part.numel() for each in unit.held),
     "num_frozen": lambda unit: sum(each.numel for each in unit.held if not each.requires_grad),
@@ -124,11 +120,11 @@ _OF_HELD: Final[Facts] = {
 }
 """The facts that follow from the parameters."""
 _EMPTY: Final = (
-    "modules", "master_dtypes", "compute_dtypes", "shard_ranks", "coordinates", "prefetched", "shards", "parts",
-    "gathered", "gradients", "held", "places", "casting", "parameter_ids", "copy_ids",
+    "modules", "master_dtypes", "compute_dtypes", "shard_ranks", "coordinates", "prefetched", "shards", "gathered",
+    "gradients", "held", "casting", "parameter_ids", "copy_ids",
 )  # fmt: skip
 _DEFAULTS: Final[Mapping[str, Any]] = {
-    **dict.fromkeys(("num_params", "num_local_params", "num_frozen", "num_local_trainable", "shard_rank"), 0),
+    **dict.fromkeys(("num_params", "num_local_params", "num_frozen", "num_local_trainable"), 0),
     **dict.fromkeys(("shard_size", "replicate_size"), 1),
     **dict.fromkeys(("casts", "unreduced", "hybrid", "reshards", "offloaded", "forward_prefetch", "lazy"), False),
     **dict.fromkeys(("reduces", "all_reduces", "reshards_after_backward", "limit_all_gathers", "use_orig"), True),

@@ -49,11 +49,8 @@ def casts_itself(tensor: Any) -> bool:
 
 def unconverted(shard: torch.Tensor) -> torch.Tensor:
     """Return the plain memory of a shard that casts itself in the all-gather of FSDP2; other tensors unchanged."""
-    if casts_itself(shard):
-        wrapper: Any = shard
-        plain: torch.Tensor = getattr(shard, wrapper.__tensor_flatten__()[0][0])
-        return plain
-    return shard
+    wrapper: Any = shard
+    return getattr(shard, wrapper.__tensor_flatten__()[0][0]) if casts_itself(shard) else shard
 
 
 def children(module: nn.Module) -> dict[str, nn.Module | None]:

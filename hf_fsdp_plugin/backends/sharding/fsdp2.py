@@ -80,9 +80,8 @@ def adopt_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
     WeightLoader(plan, model, device).prepare_ignored()
     cast_buffers(plan, model)
     _replace_by_masters(plan, model)
-    states = {id(state): state for m in model.modules() if isinstance(m, FSDPModule) for state in [private.state_of(m)]}
     fp32 = fp32_ids(plan, model)
-    for state in states.values():
+    for state in private.states_in(model):
         private.own_shards(state)
         modules = private.modules_of(state)
         private.set_mixed_precision(state, _mixed_precision(plan, is_root=model in modules, fp32=fp32))

@@ -325,7 +325,7 @@ def spec_with_assignments(spec: FsdpSpec, assigned: Mapping[str, Any]) -> FsdpSp
         raise refused_assignment("cpu_ram_efficient_loading", "the model is loaded already", fix)
     if (unknown := next((name for name, value in assigned.items() if value is None), None)) is not None:
         raise refused_assignment(unknown, "None is not a value of this setting", "Assign the value that is meant.")
-    changed = with_script_settings(spec, plugin_fields=assigned)
+    changed = with_script_settings(spec, plugin_object=assigned)
     if changed.precision.param == "fp16" != spec.precision.param:
         reason = "fp16 needs a gradient scaler, which the Accelerator creates in its constructor"
         raise refused_assignment("mixed_precision_policy", reason, "Set mixed_precision: fp16 in the config.")

@@ -77,12 +77,12 @@ def predict(planned: Planned) -> Prediction:
     from hf_fsdp_plugin.tools.plan.estimate.memory.meta_pass import profile_step
     from hf_fsdp_plugin.tools.plan.estimate.memory.peak import follow_step
     from hf_fsdp_plugin.tools.plan.estimate.time import TimeModel, estimate_communication, unit_costs
-    from hf_fsdp_plugin.tools.plan.estimate.unit_sizes import ignored_bytes, unit_sizes
+    from hf_fsdp_plugin.tools.plan.estimate.unit_bytes import ignored_bytes, unit_bytes
 
     planned = replace(planned, plan=as_loaded(planned.plan, planned.model))
     plan, machine, subject = planned.plan, planned.machine, (planned.plan, planned.model, planned.workload)
     profile = profile_step(*subject)
-    sizes, ignored = unit_sizes(plan, planned.model), ignored_bytes(plan, planned.model)
+    sizes, ignored = unit_bytes(plan, planned.model), ignored_bytes(plan, planned.model)
     memory = follow_step(plan, sizes, ignored, planned.workload, profile, machine)
     times = TimeModel(*subject, unit_costs(plan, profile), profile, sizes) if machine is not None else None
     return Prediction(

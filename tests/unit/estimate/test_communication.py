@@ -16,7 +16,7 @@ from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.spec.load import load_spec
 from hf_fsdp_plugin.tools.plan.estimate.time import estimate_communication
 from hf_fsdp_plugin.tools.plan.estimate.types import Collective, Workload
-from hf_fsdp_plugin.tools.plan.estimate.unit_sizes import flat_starts
+from hf_fsdp_plugin.tools.plan.estimate.unit_bytes import flat_starts
 
 STEP = Workload(micro_batch=1, seq_len=8)
 

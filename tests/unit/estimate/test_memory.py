@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.tools.plan.estimate.memory.peak import estimate_memory, state_bytes, update_bytes
 from hf_fsdp_plugin.tools.plan.estimate.types import MEMORY_KINDS, Workload
-from hf_fsdp_plugin.tools.plan.estimate.unit_sizes import ParameterShard, unit_sizes
+from hf_fsdp_plugin.tools.plan.estimate.unit_bytes import ParameterShard, unit_bytes
 
 HIDDEN, INNER, VOCAB, LAYERS, HEADS = 32, 64, 96, 6, 4
 LAYER = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER + 2 * HIDDEN
@@ -65,7 +65,7 @@ def test_states_of_even_shards_are_counted_exactly(version):
 
 
 def test_fsdp2_pads_each_parameter_to_equal_rows():
-    sizes = {unit.name: unit for unit in unit_sizes(plan_of(5), llama())}
+    sizes = {unit.name: unit for unit in unit_bytes(plan_of(5), llama())}
     rows = -(-VOCAB // 5)
     assert sizes["model.embed_tokens"].params == rows * HIDDEN * 4
     assert sizes["model.embed_tokens"].gathered == 5 * rows * HIDDEN * 4
@@ -75,15 +75,15 @@ def test_fsdp2_pads_each_parameter_to_equal_rows():
 
 
 def test_fsdp1_pads_each_flat_parameter_to_the_ranks():
-    sizes = {unit.name: unit for unit in unit_sizes(plan_of(5, version=1), llama())}
+    sizes = {unit.name: unit for unit in unit_bytes(plan_of(5, version=1), llama())}
     padded = -(-LAYER // 5) * 5
     assert (sizes["model.layers.0"].params, sizes["model.layers.0"].gathered) == (padded // 5 * 4, padded * 4)
     assert set(sizes) == {"", *(f"model.layers.{index}" for index in range(LAYERS))}
 
 
 def test_mixed_precision_gathers_bf16_of_fp32_masters():
-    whole = unit_sizes(plan_of(2), llama())
-    mixed = unit_sizes(plan_of(2, mixed_precision="bf16"), llama())
+    whole = unit_bytes(plan_of(2), llama())
+    mixed = unit_bytes(plan_of(2, mixed_precision="bf16"), llama())
     for one, other in zip(whole, mixed, strict=True):
         assert (other.params, other.reduce_input) == (one.params, one.reduce_input)
         assert (other.gathered * 2, other.compute_shard * 2, one.compute_shard) == (one.gathered, one.params, 0)
@@ -132,7 +132,7 @@ def test_offload_counts_the_rounding_of_pinned_memory(version, pins):
     options = {} if pins else {"pin_memory": False}
     found = estimate(2, version=version, device="cuda", offload_params=True, **options)
     plan = plan_of(2, version=version, device="cuda", offload_params=True, **options)
-    units = unit_sizes(plan, llama())
+    units = unit_bytes(plan, llama())
     tensors = [unit.params for unit in units]
     if version == 2:
         tensors = [shard.numel * 4 for unit in units for shard in unit.shards]
@@ -189,7 +189,7 @@ def test_model_is_unchanged_by_an_estimate():
 
 
 def test_optimizer_states_follow_their_sources():
-    shards = [shard for unit in unit_sizes(plan_of(2), llama()) for shard in unit.shards]
+    shards = [shard for unit in unit_bytes(plan_of(2), llama()) for shard in unit.shards]
     elements, tensors = TOTAL // 2, LAYERS * 9 + 3
     assert state_bytes("adamw", shards) == 8 * elements + 4 * tensors
     assert state_bytes("sgd", shards) == 0
@@ -206,7 +206,7 @@ def test_optimizer_states_follow_their_sources():
 
 
 def test_update_temporaries_follow_the_loop():
-    shards = [shard for unit in unit_sizes(plan_of(2), llama()) for shard in unit.shards]
+    shards = [shard for unit in unit_bytes(plan_of(2), llama()) for shard in unit.shards]
     loops = {loop: update_bytes(Workload(micro_batch=1, seq_len=1, update_loop=loop), "cpu", shards) for loop in
              ("fused", "foreach", "for_loop")}  # fmt: skip
     assert loops["fused"] == 0 and loops["foreach"] == TOTAL // 2 * 4
@@ -247,7 +247,7 @@ def test_kinds_add_up_and_everything_is_freed(version, strategy, precision, accu
 @given(ranks=st.integers(1, 40), more=st.integers(1, 40), version=st.sampled_from([1, 2]))
 def test_more_ranks_never_have_larger_shards(ranks, more, version):
     few, many = (
-        sum(unit.params for unit in unit_sizes(plan_of(count, version), llama())) for count in (ranks, ranks + more)
+        sum(unit.params for unit in unit_bytes(plan_of(count, version), llama())) for count in (ranks, ranks + more)
     )
     assert many <= few and few * ranks >= TOTAL * 4
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_fsdp_plugin.plan import resolve
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
-from hf_fsdp_plugin.tools.plan.estimate.unit_sizes import unit_sizes
+from hf_fsdp_plugin.tools.plan.estimate.unit_bytes import unit_bytes
 from tests.support.model_families import on_meta
 from tests.unit.plan.plans import planned, refused, wrapping
 
@@ -98,7 +98,7 @@ def test_fp32_modules_are_counted_in_fp32() -> None:
     model = nn.Sequential(nn.Linear(8, 6, bias=False), nn.LayerNorm(6), nn.Linear(6, 2, bias=False))
     spec = spec_of("1")
     plan = planned(replace(spec, wrap=replace(spec.wrap, policy="none")), model)
-    (sizes,) = unit_sizes(plan, model)
+    (sizes,) = unit_bytes(plan, model)
     matrices, norm = 8 * 6 + 6 * 2, 2 * 6
     assert sizes.gathered == 2 * matrices + 4 * norm
     assert sizes.compute_shard == 2 * matrices // 2  # the shard of the norm is gathered as it is

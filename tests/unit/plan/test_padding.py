@@ -93,13 +93,13 @@ def test_one_large_padded_unit_is_enough() -> None:
 
 @pytest.mark.parametrize("shards", [2, 3, 4, 7, 64])
 def test_padded_elements_equal_estimated_buffers(shards: int) -> None:
-    from hf_fsdp_plugin.tools.plan.estimate.unit_sizes import unit_sizes
+    from hf_fsdp_plugin.tools.plan.estimate.unit_bytes import unit_bytes
 
     model = mixtral(3)
     plan = plan_for(model, shards)
     _, lost = padding_of(unit_shapes(plan, model), shards)
     padded = sum(lost.values()) + sum(parameter.numel() for parameter in model.parameters())
-    assert padded * 4 == sum(unit.gathered for unit in unit_sizes(plan, model))
+    assert padded * 4 == sum(unit.gathered for unit in unit_bytes(plan, model))
 
 
 def test_command_line_reports_padding() -> None:

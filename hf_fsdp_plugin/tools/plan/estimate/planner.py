@@ -23,7 +23,7 @@ from hf_fsdp_plugin.tools.plan.estimate.memory.peak import follow_step
 from hf_fsdp_plugin.tools.plan.estimate.memory.step import StepProfile
 from hf_fsdp_plugin.tools.plan.estimate.time import TimeModel, UnitCosts, estimate_communication, unit_costs
 from hf_fsdp_plugin.tools.plan.estimate.types import KIND_NAMES, MemoryEstimate, TimeEstimate, Workload
-from hf_fsdp_plugin.tools.plan.estimate.unit_sizes import UnitSizes, ignored_bytes, unit_sizes
+from hf_fsdp_plugin.tools.plan.estimate.unit_bytes import UnitBytes, ignored_bytes, unit_bytes
 from hf_fsdp_plugin.tools.text import nearest_multiples
 
 HEADROOM: Final = 0.95
@@ -280,7 +280,7 @@ class Subject:
         saving = choice.checkpointing, choice.offload_activations
         return self._profile(*saving, choice.micro_batch, self._whole_of(choice))
 
-    def _resolve(self, mesh: Choice) -> tuple[FsdpPlan, tuple[UnitSizes, ...], Mapping[str, int]]:
+    def _resolve(self, mesh: Choice) -> tuple[FsdpPlan, tuple[UnitBytes, ...], Mapping[str, int]]:
         settings = {
             "launch.distributed_type": "FSDP",
             "launch.num_processes": self.world_size,
@@ -294,7 +294,7 @@ class Subject:
         spec, local = load_spec(overrides=written, environ={}), self.gpus_per_machine
         plan = resolve(spec, self.model, world_size=self.world_size, device_type="cuda", local_world_size=local)
         plan = as_loaded(plan, self.model)
-        return plan, unit_sizes(plan, self.model), ignored_bytes(plan, self.model)
+        return plan, unit_bytes(plan, self.model), ignored_bytes(plan, self.model)
 
     def _run(self, checkpointing: Checkpointing, offload: bool, micro_batch: int, whole: Choice) -> StepProfile:
         choice = replace(whole, checkpointing=checkpointing, offload_activations=offload, micro_batch=micro_batch)

@@ -27,7 +27,7 @@ from hf_fsdp_plugin.tools.plan.estimate.memory.meta_pass import profile_step
 from hf_fsdp_plugin.tools.plan.estimate.memory.step import AxisCall, OpCost, Stage, StepProfile
 from hf_fsdp_plugin.tools.plan.estimate.schedule import Timeline, UnitTimes, exposed_seconds, simulate
 from hf_fsdp_plugin.tools.plan.estimate.types import CollectiveKind, StepPhase, Workload
-from hf_fsdp_plugin.tools.plan.estimate.unit_sizes import UnitSizes, fp8_gathered, unit_sizes
+from hf_fsdp_plugin.tools.plan.estimate.unit_bytes import UnitBytes, fp8_gathered, unit_bytes
 
 _UPDATES: Final = {
     "adamw": (7, 21, 12), "sgd": (5, 7, 3), "adafactor": (9, 20, 15), "adamw_8bit": (4, 4, 1), "muon": (40, 40, 25),
@@ -49,7 +49,7 @@ def estimate_communication(
     model: nn.Module,
     workload: Workload,
     profile: StepProfile | None = None,
-    sizes_of_units: Sequence[UnitSizes] | None = None,
+    sizes_of_units: Sequence[UnitBytes] | None = None,
 ) -> Iterator[types.Collective]:
     """Yield every collective of one optimizer step of one rank, from the second step on.
 
@@ -64,7 +64,7 @@ def estimate_communication(
     Args:
         model: the model that was planned, on any device; on the meta device with context, tensor or expert axes.
         profile: what ``profile_step`` returns, if it is known. Only these axes need it.
-        sizes_of_units: what ``unit_sizes`` returns, if it is known.
+        sizes_of_units: what ``unit_bytes`` returns, if it is known.
 
     Raises:
         SpecError: with these axes, as :func:`~hf_fsdp_plugin.tools.plan.estimate.memory.peak.estimate_memory`.
@@ -89,7 +89,7 @@ def estimate_communication(
     # FSDP1 keeps parameters that it does not free after forward until a backward that reduces gradients.
     forward = 1 if keeps_gathered and not workload.sync_each_batch else micro_batches
     reductions = micro_batches if workload.sync_each_batch else 1
-    in_backward, all_sizes = _gathered_in_backward(plan, model), sizes_of_units or unit_sizes(plan, model)
+    in_backward, all_sizes = _gathered_in_backward(plan, model), sizes_of_units or unit_bytes(plan, model)
     for unit, sizes, backward in zip(plan.units, all_sizes, in_backward, strict=True):
         name, reduced, ranks = unit.name, sizes.reduce_input, sizes.num_shards
         if ranks > 1 and unit.parameters:
@@ -218,13 +218,13 @@ class TimeModel:
         workload: Workload,
         costs: Mapping[str, UnitCosts] | None = None,
         profile: StepProfile | None = None,
-        sizes: Sequence[UnitSizes] | None = None,
+        sizes: Sequence[UnitBytes] | None = None,
     ) -> None:
         """Count the operations, unless `costs` has them already.
 
         Args:
             model: the model that was planned, on the meta device.
-            profile, sizes: what ``profile_step`` and ``unit_sizes`` return, if they are known.
+            profile, sizes: what ``profile_step`` and ``unit_bytes`` return, if they are known.
 
         Raises:
             SpecError: as :func:`~hf_fsdp_plugin.tools.plan.estimate.memory.peak.estimate_memory`.
@@ -235,7 +235,7 @@ class TimeModel:
             costs = unit_costs(plan, profile)
         self._plan, self._model, self._workload = plan, model, workload
         self.costs = costs
-        self._sizes = sizes or unit_sizes(plan, model)
+        self._sizes = sizes or unit_bytes(plan, model)
         self._calls = tuple(estimate_communication(plan, model, workload, profile, self._sizes))
         by_fsdp = [call for call in self._calls if call.axis in ("shard", "replicate")]
         self._of_units = {(call.unit, call.kind, call.phase): call for call in by_fsdp}
@@ -291,7 +291,7 @@ class TimeModel:
         again = _recomputed(costs.forward, self._plan.activation.checkpointing)
         return _seconds(costs.forward, machine), _seconds(costs.backward, machine), _seconds(again, machine)
 
-    def _unit_times(self, sizes: UnitSizes, compute: tuple[float, float, float], machine: Machine) -> UnitTimes:
+    def _unit_times(self, sizes: UnitBytes, compute: tuple[float, float, float], machine: Machine) -> UnitTimes:
         plan, name = self._plan, sizes.name
         forward, backward, recomputed = compute
         hooks = machine.unit_seconds.get(plan.backend, 0.0)

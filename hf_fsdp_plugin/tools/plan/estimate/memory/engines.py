@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.tools.plan.estimate.memory.step import Engine, Ledger, Stage, Usage, neighbour
-from hf_fsdp_plugin.tools.plan.estimate.unit_sizes import UnitSizes
+from hf_fsdp_plugin.tools.plan.estimate.unit_bytes import UnitBytes
 from hf_fsdp_plugin.torch_private.fsdp2 import is_since_2_15
 
 
@@ -18,7 +18,7 @@ class Fsdp1Engine(Engine):
     The gradients of the views are concatenated to a flat gradient, cast to the dtype of the reduction, and reduced.
     """
 
-    def __init__(self, plan: FsdpPlan, sizes: Sequence[UnitSizes], ledger: Ledger) -> None:
+    def __init__(self, plan: FsdpPlan, sizes: Sequence[UnitBytes], ledger: Ledger) -> None:
         super().__init__(plan, sizes, ledger)
         self._done: set[str] = set()
         """Units whose backward is complete."""
@@ -152,7 +152,7 @@ class Fsdp2Engine(Engine):
     buffer of a reduce-scatter is kept until the next unit's reduce-scatter (``reduce_scatter_states``).
     """
 
-    def __init__(self, plan: FsdpPlan, sizes: Sequence[UnitSizes], ledger: Ledger) -> None:
+    def __init__(self, plan: FsdpPlan, sizes: Sequence[UnitBytes], ledger: Ledger) -> None:
         super().__init__(plan, sizes, ledger)
         self._accumulates_in_place = is_since_2_15()
         self._in_backward: list[str] = []
@@ -346,6 +346,6 @@ class Fsdp2Engine(Engine):
             self._all_reduced += sizes.reduce_output
 
 
-def _in_reduce_dtype(sizes: UnitSizes, grads: int) -> int:
+def _in_reduce_dtype(sizes: UnitBytes, grads: int) -> int:
     """Return the bytes of whole gradients after a cast to the dtype of the reduction."""
     return grads * sizes.reduce_input // sizes.flat_grad if sizes.flat_grad else grads

@@ -21,7 +21,7 @@ from hf_fsdp_plugin.tools.plan.estimate.memory.engines import Fsdp1Engine, Fsdp2
 from hf_fsdp_plugin.tools.plan.estimate.memory.meta_pass import profile_step
 from hf_fsdp_plugin.tools.plan.estimate.memory.step import Ledger, StepProfile, pinned_bytes
 from hf_fsdp_plugin.tools.plan.estimate.types import DeviceMemory, MemoryEstimate, Optimizer, Workload, update_loop
-from hf_fsdp_plugin.tools.plan.estimate.unit_sizes import ParameterShard, UnitSizes, ignored_bytes, unit_sizes
+from hf_fsdp_plugin.tools.plan.estimate.unit_bytes import ParameterShard, UnitBytes, ignored_bytes, unit_bytes
 
 _MIB: Final = 1 << 20
 _WORKSPACES: Final = ((9.0, 32 * _MIB), (0.0, 8 * _MIB + 128 * 1024))
@@ -75,12 +75,12 @@ def estimate_memory(
     """
     plan = as_loaded(plan, model)
     profile = profile_step(plan, model, workload)
-    return follow_step(plan, unit_sizes(plan, model), ignored_bytes(plan, model), workload, profile, machine)
+    return follow_step(plan, unit_bytes(plan, model), ignored_bytes(plan, model), workload, profile, machine)
 
 
 def follow_step(
     plan: FsdpPlan,
-    sizes: Sequence[UnitSizes],
+    sizes: Sequence[UnitBytes],
     ignored: Mapping[str, int],
     workload: Workload,
     profile: StepProfile,
@@ -133,7 +133,7 @@ def follow_step(
     )
 
 
-def offloaded_tensors(plan: FsdpPlan, sizes: Iterable[UnitSizes]) -> Iterator[int]:
+def offloaded_tensors(plan: FsdpPlan, sizes: Iterable[UnitBytes]) -> Iterator[int]:
     """Yield the bytes of each tensor of parameters and gradients that offload keeps in CPU memory.
 
     FSDP1 allocates a gradient for each flat shard, also of frozen units (``init_flat_param_attributes``).

@@ -15,7 +15,7 @@ from hf_fsdp_plugin.plan.names import is_inside
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.tools.plan.estimate.machines import OpKind
 from hf_fsdp_plugin.tools.plan.estimate.types import MEMORY_KINDS, Axis, CollectiveKind, MemoryKind, Moment
-from hf_fsdp_plugin.tools.plan.estimate.unit_sizes import UnitSizes
+from hf_fsdp_plugin.tools.plan.estimate.unit_bytes import UnitBytes
 
 StageKind = Literal[
     "start", "pre_forward", "post_forward", "loss", "pre_backward", "post_backward", "last_post_backward", "enter",
@@ -197,7 +197,7 @@ class Engine(ABC):
         reduced: units with a sharded gradient.
     """
 
-    def __init__(self, plan: FsdpPlan, sizes: Sequence[UnitSizes], ledger: Ledger) -> None:
+    def __init__(self, plan: FsdpPlan, sizes: Sequence[UnitBytes], ledger: Ledger) -> None:
         self.plan, self.ledger = plan, ledger
         self.sizes = {unit.name: unit for unit in sizes}
         self.syncs = True

@@ -1,6 +1,6 @@
-"""Sizes of a unit's shards, gathered parameters and communication buffers under each FSDP version.
+"""The bytes of a unit's shards, gathered parameters and communication buffers under each FSDP version.
 
-These are the bytes that a rank allocates, and those that ranks exchange.
+A rank allocates them, or ranks exchange them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ParameterShard:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class UnitSizes:
+class UnitBytes:
     """Bytes of one unit on one rank.
 
     Attributes:
@@ -83,7 +83,7 @@ class UnitSizes:
     reshards: bool
 
 
-def unit_sizes(plan: FsdpPlan, model: nn.Module) -> tuple[UnitSizes, ...]:
+def unit_bytes(plan: FsdpPlan, model: nn.Module) -> tuple[UnitBytes, ...]:
     """Return the sizes of all units of a plan, in its order.
 
     Args:
@@ -95,11 +95,11 @@ def unit_sizes(plan: FsdpPlan, model: nn.Module) -> tuple[UnitSizes, ...]:
     return _sizes(plan, model)
 
 
-def _sizes(plan: FsdpPlan, model: nn.Module) -> tuple[UnitSizes, ...]:
+def _sizes(plan: FsdpPlan, model: nn.Module) -> tuple[UnitBytes, ...]:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     fp32 = {id(parameters[name]) for name in plan.fp32_parameters}
     fp8 = {id(weight) for weight in fp8_gathered(plan, model)}
-    found: dict[object, UnitSizes] = {}
+    found: dict[object, UnitBytes] = {}
     result = []
     for unit in plan.units:
         own = [parameters[name] for name in unit.parameters]
@@ -162,7 +162,7 @@ def _dtypes(plan: FsdpPlan, parameter: nn.Parameter) -> tuple[torch.dtype, torch
 
 def _fsdp2(
     plan: FsdpPlan, unit: UnitPlan, parameters: list[nn.Parameter], fp32: Collection[int], fp8: Collection[int]
-) -> UnitSizes:
+) -> UnitBytes:
     """FSDP2 splits each parameter on dim 0, and pads the shards to one size.
 
     It splits the part of a parameter that a tensor or expert axis leaves to this rank. Parameters of several dtypes are
@@ -207,7 +207,7 @@ def _fsdp2(
             sums["cast_grads"] += local.numel() * reduce.itemsize if compute.itemsize < reduce.itemsize else 0
     if len(gradient_dtypes) < 2:
         sums["cast_grads"] = 0
-    return UnitSizes(
+    return UnitBytes(
         name=unit.name,
         num_shards=num,
         shards=tuple(shards),
@@ -221,7 +221,7 @@ def _fsdp2(
     )
 
 
-def _fsdp1(plan: FsdpPlan, unit: UnitPlan, parameters: list[nn.Parameter]) -> UnitSizes:
+def _fsdp1(plan: FsdpPlan, unit: UnitPlan, parameters: list[nn.Parameter]) -> UnitBytes:
     """FSDP1 concatenates the parameters of a unit, and pads them to a multiple of the ranks.
 
     With ``use_orig_params``, it aligns each parameter to 16 bytes, pads also without sharding, for all ranks of its
@@ -255,7 +255,7 @@ def _fsdp1(plan: FsdpPlan, unit: UnitPlan, parameters: list[nn.Parameter]) -> Un
     # Without sharding, the flat parameter is used in place, or its copy, which autograd keeps if it is not cast.
     copies = casts or (plan.offload_params and plan.device_type != "cpu")
     trained = total if trainable else 0
-    return UnitSizes(
+    return UnitBytes(
         name=unit.name,
         num_shards=num,
         shards=tuple(shards) if total else (),
