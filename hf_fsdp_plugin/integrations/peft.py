@@ -132,10 +132,8 @@ def check_adapters(model: nn.Module, *, version: int) -> None:
     configs: dict[str, Any] = given if isinstance(given, dict) else {}
     kinds = {name: config.peft_type for name, config in configs.items()}
     if found := [f"{name!r} (ADALORA)" for name, kind in kinds.items() if getattr(kind, "value", kind) == "ADALORA"]:
-        message = (
-            f"the adapter {', '.join(found)} is not supported with FSDP: AdaLoRA computes its regularization and the "
-            "importance of ranks from whole matrices and gradients, and each rank has only parts of them."
-        )
+        message = f"the adapter {', '.join(found)} is not supported with FSDP: AdaLoRA computes its regularization and "
+        message += "the importance of ranks from whole matrices and gradients, and each rank has only parts of them."
         raise SpecError([Problem(code="FSDP-E630", message=message, fix="Use LoRA, or train without FSDP.")])
     targets = {name: getattr(config, "target_parameters", None) for name, config in configs.items()}
     if version == 1 and (found := [f"{name!r} ({', '.join(each)})" for name, each in targets.items() if each]):
@@ -145,10 +143,8 @@ def check_adapters(model: nn.Module, *, version: int) -> None:
         raise SpecError([Problem(code="FSDP-E646", message=message, fix=fix)])
     wrong = [name for name, parameter in model.named_parameters() if kinds and not _has_its_part(parameter)]
     if wrong:
-        message = (
-            f"PEFT has created {format_names(wrong, 2)} with the size of a shard, instead of this rank's part on the "
-            "tensor axis: it does not know layers that are divided by FSDP and by tensor parallelism."
-        )
+        message = f"PEFT has created {format_names(wrong, 2)} with the size of a shard, instead of this rank's part on "
+        message += "the tensor axis: it does not know layers that are divided by FSDP and by tensor parallelism."
         fix = "Train the adapters without a tensor axis: set tp_size to 1 and a larger dp_shard_size or cp_size."
         raise SpecError([Problem(code="FSDP-E634", message=message, fix=fix)])
 

@@ -16,13 +16,7 @@ from torch.optim import Optimizer
 from hf_fsdp_plugin.backends.loading.deferred_weights import check_can_fill
 from hf_fsdp_plugin.backends.loading.equal_weights import check_same_weights
 from hf_fsdp_plugin.backends.optimizers.known_optimizers import apply_step_mode
-from hf_fsdp_plugin.backends.optimizers.parameters import (
-    check_groups,
-    foreign_parameters,
-    has_parameters_of,
-    owner_of,
-    set_state_factory,
-)
+from hf_fsdp_plugin.backends.optimizers.parameters import check_groups, foreign_parameters, has_parameters_of, owner_of
 from hf_fsdp_plugin.backends.ranks import agreement
 from hf_fsdp_plugin.backends.ranks.cluster import ranks_per_machine
 from hf_fsdp_plugin.backends.sharding import shard as sharding
@@ -222,9 +216,7 @@ def make_plan(accelerator: Any, spec: FsdpSpec, model: nn.Module) -> FsdpPlan:
     plan = resolve(spec, model, world_size=world_size, device_type=kind, local_world_size=local_size)
     for axis in ("tensor", "expert"):
         if (size := getattr(plan.mesh, axis)) > 1 and not plan.sharded_at_load:
-            message = (
-                f"mesh.{axis}={size}, but {plan.model_class} was loaded whole: only from_pretrained divides layers."
-            )
+            message = f"mesh.{axis}={size}, but {plan.model_class} was loaded whole; from_pretrained divides layers."
             fix = "Load it with from_pretrained, after the launcher or install() has read the config."
             raise SpecError([spec.problem("FSDP-E209", f"mesh.{axis}", message, fix)])
     return plan
@@ -294,8 +286,6 @@ def _adapt_steps(accelerator: Any, optimizers: Sequence[Optimizer], models: Sequ
     problems: list[Problem | None] = []
     for optimizer in optimizers:
         plan = next((sharding.plan_of(model) for model in models if has_parameters_of(model, optimizer)), None)
-        if private.can_create_state(optimizer):
-            set_state_factory(optimizer, private.create_state)
         problems.append(apply_step_mode(optimizer, plan) if plan is not None else None)
         problems += [check_groups(optimizer, model) for model in models]
     script_arguments.print_or_raise([problem for problem in problems if problem is not None])

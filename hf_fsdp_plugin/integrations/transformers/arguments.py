@@ -13,12 +13,7 @@ from hf_fsdp_plugin.messages import print_warnings
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 from hf_fsdp_plugin.sources.accelerate_file import read_fsdp_config
 from hf_fsdp_plugin.sources.interface import Sources
-from hf_fsdp_plugin.sources.script_objects import (
-    ARGUMENTS,
-    DISTRIBUTED_CONFIG,
-    FSDP_SIZES,
-    read_distributed_config,
-)
+from hf_fsdp_plugin.sources.script_objects import ARGUMENTS, DISTRIBUTED_CONFIG, FSDP_SIZES, read_distributed_config
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.strategies import STRATEGIES
 
