@@ -217,4 +217,3 @@ class Watch:
 
 
 watch = process.owns(Watch)
-"""The diagnosis of this process."""

@@ -24,7 +24,7 @@ from hf_fsdp_plugin.backends.ranks.agreement import broadcast_object, on_all_ran
 from hf_fsdp_plugin.checkpoint.shards import ModelShards
 from hf_fsdp_plugin.checkpoint.writing.state_files import gathered_state
 from hf_fsdp_plugin.integrations.session import attributes_in_block
-from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
+from hf_fsdp_plugin.plan.names import below, canonical_name, unwrapped
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import format_names
 from hf_fsdp_plugin.torch_private import modules
@@ -109,17 +109,13 @@ def as_unsharded(model: Any, state: Mapping[str, torch.Tensor]) -> Iterator[None
             saved = getattr(module, "modules_to_save", None)
             if isinstance(saved, nn.ModuleDict):
                 for adapter, inner in saved.items():
-                    part = _below(state, f"{name}.modules_to_save.{adapter}.")
+                    part = below(state, f"{name}.modules_to_save.{adapter}.")
                     stack.enter_context(attributes_in_block(inner, state_dict=partial(dict, part)))
         for adapter, encoder in getattr(model, _PROMPT_ENCODER, {}).items():
-            weights = _below(state, f"{_PROMPT_ENCODER}.{adapter}.")
+            weights = below(state, f"{_PROMPT_ENCODER}.{adapter}.")
             stack.enter_context(modules.with_tensors(encoder, weights))
             stack.enter_context(modules.without_forward_hooks(encoder))
         yield
-
-
-def _below(state: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
 
 
 def check_adapters(model: nn.Module, *, version: int) -> None:

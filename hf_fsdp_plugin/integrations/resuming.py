@@ -99,7 +99,6 @@ class ProcessAttempt:
 
 
 attempt = process.owns(ProcessAttempt)
-"""Return the attempt of this process."""
 
 
 def find_checkpoint(
@@ -208,8 +207,7 @@ def on_rank_0(look: Callable[[], T]) -> T:
     found, problems = agreement.broadcast_object(answer)
     if problems:
         raise CheckpointError(problems)
-    result: T = found
-    return result
+    return found
 
 
 def _highest_numbered(run: Path, prefix: str) -> Path | None:

@@ -48,8 +48,6 @@ from hf_fsdp_plugin.text import format_names, name_ranks
 from hf_fsdp_plugin.torch_private.functions import default_store, supports_cpu
 
 T = TypeVar("T")
-_SHORT = 64
-"""Maximum length of a text that is exchanged instead of its hash."""
 _Failure = tuple[str, str, tuple[Problem, ...]]
 """Class and message of an exception, and the problems of a :class:`SpecError`."""
 _AGREED = "_hf_fsdp_agreed"
@@ -82,7 +80,7 @@ def same_on_all_ranks(what: str, value: str) -> None:
     Raises:
         SpecError: on all ranks, if any value differs.
     """
-    values = gather_objects(value if len(value) <= _SHORT else hashlib.sha256(value.encode()).hexdigest())
+    values = gather_objects(hashlib.sha256(value.encode()).hexdigest())
     different = [rank for rank, other in enumerate(values) if other != values[0]]
     if different:
         message = f"{what} is not the same on all ranks. Ranks that differ from rank 0: {format_names(different)}."
@@ -197,7 +195,6 @@ class WaitListener:
 
 
 wait_listener = process.owns(WaitListener)
-"""Return the listener of this process."""
 
 
 def wait_for_all_ranks(call: str, *, fix: str = ON_ALL_RANKS, limit: float = DEFAULT_LIMIT) -> None:

@@ -240,18 +240,14 @@ def cast_activations(inputs: Any, dtype: torch.dtype | None) -> Any:
 
     def cast(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return value.to(dtype) if is_activation(value) else value
+            is_activation = value.is_floating_point() and value.dim() >= _ACTIVATION_DIMS
+            return value.to(dtype) if is_activation else value
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
             return dataclasses.replace(value, **cast_activations(fields, dtype))
         return value
 
     return tree_map(cast, inputs)
-
-
-def is_activation(tensor: torch.Tensor) -> bool:
-    """Whether a tensor that a unit receives is cast to the compute dtype."""
-    return tensor.is_floating_point() and tensor.dim() >= _ACTIVATION_DIMS
 
 
 def _cast_before_forward(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -235,9 +235,7 @@ class _Calls:
             forwards.watch_mappings(self._root, output)
         if not self._keeps_gathered:
             gathered = [unit for unit in self._units if self._fsdp.is_gathered(unit)]
-            has_graph = torch.is_grad_enabled() and any(
-                tensor.requires_grad for tensor in forwards.float_outputs(output)
-            )
+            has_graph = torch.is_grad_enabled() and any(each.requires_grad for each in forwards.float_outputs(output))
             if has_graph and not self._has_gradients_of_step():
                 self._changes = {id(unit): self._fsdp.num_unit_changes(unit) for unit in gathered}
             else:

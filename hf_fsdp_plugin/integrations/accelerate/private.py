@@ -37,8 +37,7 @@ def is_accelerator(obj: Any) -> bool:
 
 def prepared_models(accelerator: Any) -> list[nn.Module]:
     """Return the list of models that ``prepare`` has registered. Callers may append to it."""
-    models: list[nn.Module] = accelerator._models
-    return models
+    return accelerator._models
 
 
 def prepared_optimizers(accelerator: Any) -> list[Any]:
@@ -83,8 +82,7 @@ def shared_state() -> dict[str, Any]:
     """Return the state that all Accelerators of the process share; empty before the first one."""
     from accelerate.state import AcceleratorState
 
-    state: dict[str, Any] = AcceleratorState._shared_state
-    return state
+    return AcceleratorState._shared_state
 
 
 def reset_single_process_state(state: Any) -> None:

@@ -252,11 +252,9 @@ def _report_training(trainer: Any) -> None:
 
 def _full_eval(trainer: Any) -> Literal["bf16", "fp16"] | None:
     """Return the dtype of an evaluation of the whole model, unless FSDP computes in it anyway; ``None`` for none."""
-    plugin = planned_plugin(trainer.accelerator)
-    assert plugin is not None
     asked: Literal["bf16", "fp16"] | None = "fp16" if trainer.args.fp16_full_eval else None
     asked = "bf16" if trainer.args.bf16_full_eval else asked
-    return None if asked == plugin.spec.precision.param else asked
+    return None if asked == trainer.accelerator.state.fsdp_plugin.spec.precision.param else asked
 
 
 def _without_full_eval(trainer: Any) -> AbstractContextManager[None]:
@@ -269,8 +267,7 @@ def _own_create_optimizer(trainer: Any) -> Callable[..., Any]:
     method = vars(trainer).get("create_optimizer")
     if isinstance(method, partial) and method.func is create_optimizer:
         return partial(type(trainer).create_optimizer, trainer)
-    own: Callable[..., Any] = trainer.create_optimizer
-    return own
+    return trainer.create_optimizer
 
 
 def create_optimizer(trainer: Any, create: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
