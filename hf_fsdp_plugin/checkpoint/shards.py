@@ -20,8 +20,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor, Replicate
 
 from hf_fsdp_plugin.backends.optimizers.known_optimizers import has_per_shard_state
-from hf_fsdp_plugin.backends.optimizers.parameters import JointModels, state_factory, step_mode
-from hf_fsdp_plugin.backends.sharding.forwards import persistent_buffers
+from hf_fsdp_plugin.backends.optimizers.parameters import JointModels, step_mode
+from hf_fsdp_plugin.backends.sharding.buffers import persistent_buffers
 from hf_fsdp_plugin.backends.sharding.script_access import check_not_whole, free_gathered
 from hf_fsdp_plugin.checkpoint.formats import optimizer_state
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, flat_range, whole_box
@@ -29,7 +29,7 @@ from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.text import format_dtype, format_names
 from hf_fsdp_plugin.torch_private import fsdp1
-from hf_fsdp_plugin.torch_private.functions import compute_local_shape_and_global_offset
+from hf_fsdp_plugin.torch_private.functions import can_create_state, compute_local_shape_and_global_offset
 from hf_fsdp_plugin.torch_private.modules import buffers, local_tensor, non_persistent_buffers
 
 
@@ -333,7 +333,7 @@ def _state_entries(
             return {key: own.like(name, local) if layout == "like_parameter" else whole_shard(name, local)}
     is_subclass = type(local) is not torch.Tensor
     is_placed = isinstance(value, DTensor) and value.shape != parameter.shape
-    if own.start is not None or is_placed or (is_subclass and state_factory(optimizer) is None):
+    if own.start is not None or is_placed or (is_subclass and not can_create_state(optimizer)):
         kind = f" ({type(local).__name__})" if is_subclass else ""
         shapes_text = f"shape {list(local.shape)}{kind}, and the parameter's shard has shape {list(shard.shape)}"
         raise _UnsupportedState(f"'{key}' of {own.name} has {shapes_text}")

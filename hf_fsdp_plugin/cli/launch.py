@@ -185,8 +185,8 @@ def _check_usage(arguments: flags.LaunchArguments) -> None:
     try:
         hang_limit(options.get("hang_timeout"))
         exit_limit()
-    except ValueError as error:
-        raise UsageError(f"{error}") from None
+    except SpecError as error:
+        raise UsageError(error.problems[0].message) from None
 
 
 def _check_writable(options: Mapping[str, str]) -> None:

@@ -27,7 +27,7 @@ from hf_fsdp_plugin.integrations.before_imports import RANK_VARIABLE, is_rank, m
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.integrations.watch_thread import WatchedRank, WatchThread
 from hf_fsdp_plugin.messages import print_error
-from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.runs.identity import attempt_folder, forget_run, identify_run
 from hf_fsdp_plugin.state import process
 
@@ -71,11 +71,7 @@ class Watch:
         environ = {**os.environ, **slurm_variables(os.environ)}
         if not may_be_rank(environ):
             return
-        try:
-            (limit, is_strict), exit_limit = rank_variables.hang_limit(), rank_variables.exit_limit()
-        except ValueError as error:
-            fix = "Set it to a number such as 300."
-            raise SpecError([Problem(code="FSDP-E674", message=f"{error}", fix=fix)]) from None
+        (limit, is_strict), exit_limit = rank_variables.hang_limit(), rank_variables.exit_limit()
         self._is_marked = RANK_VARIABLE in environ
         # Before the files, without which children are no ranks either.
         os.environ[RANK_VARIABLE] = rank_process(environ)
@@ -221,4 +217,3 @@ class Watch:
 
 
 watch = process.owns(Watch)
-"""The diagnosis of this process."""

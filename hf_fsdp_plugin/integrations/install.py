@@ -18,7 +18,7 @@ from hf_fsdp_plugin.integrations.failure_watch import watch
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.rank_variables import launched_world_size
+from hf_fsdp_plugin.rank_variables import launched_local_rank, launched_world_size
 from hf_fsdp_plugin.sources import accelerate_file
 from hf_fsdp_plugin.sources.environment import absolute_path, variables_without_torchrun
 from hf_fsdp_plugin.sources.handover import LaunchHandover
@@ -97,7 +97,7 @@ def install(
         changes.set_variables(ACCELERATE_USE_CPU="true")
     elif "LOCAL_RANK" in os.environ and not cpu and not is_child:
         # Libraries that quantize place a model on the current device, also before the first Accelerator.
-        select_device(int(os.environ["LOCAL_RANK"]))
+        select_device(launched_local_rank())
     if state.ambient is not None:
         changes.set_variables(**mesh_variables(spec, launched_world_size()) if "RANK" in os.environ else {})
         patching.set_loading_variables(spec)

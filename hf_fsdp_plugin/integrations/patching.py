@@ -180,15 +180,13 @@ def _rebind(functions: Mapping[int, tuple[str, Any]]) -> None:
 
 
 changes = process.owns(ProcessChanges)
-"""Return what is changed in this process."""
 
 
 @functools.cache
 def _replacement(hook: Hook) -> Callable[..., Any]:
     """Import and return the replacement. It is imported at its first call, because it may import the whole library."""
     module, _, name = hook.replacement.partition(":")
-    function: Callable[..., Any] = getattr(importlib.import_module(f".{module}", __package__), name)
-    return function
+    return getattr(importlib.import_module(f".{module}", __package__), name)
 
 
 _RAM_EFFICIENT: Final = "FSDP_CPU_RAM_EFFICIENT_LOADING"

@@ -24,7 +24,7 @@ from hf_fsdp_plugin.backends.ranks.agreement import broadcast_object, on_all_ran
 from hf_fsdp_plugin.checkpoint.shards import ModelShards
 from hf_fsdp_plugin.checkpoint.writing.state_files import gathered_state
 from hf_fsdp_plugin.integrations.session import attributes_in_block
-from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
+from hf_fsdp_plugin.plan.names import below, canonical_name, unwrapped
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import format_names
 from hf_fsdp_plugin.torch_private import modules
@@ -109,17 +109,13 @@ def as_unsharded(model: Any, state: Mapping[str, torch.Tensor]) -> Iterator[None
             saved = getattr(module, "modules_to_save", None)
             if isinstance(saved, nn.ModuleDict):
                 for adapter, inner in saved.items():
-                    part = _below(state, f"{name}.modules_to_save.{adapter}.")
+                    part = below(state, f"{name}.modules_to_save.{adapter}.")
                     stack.enter_context(attributes_in_block(inner, state_dict=partial(dict, part)))
         for adapter, encoder in getattr(model, _PROMPT_ENCODER, {}).items():
-            weights = _below(state, f"{_PROMPT_ENCODER}.{adapter}.")
+            weights = below(state, f"{_PROMPT_ENCODER}.{adapter}.")
             stack.enter_context(modules.with_tensors(encoder, weights))
             stack.enter_context(modules.without_forward_hooks(encoder))
         yield
-
-
-def _below(state: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
 
 
 def check_adapters(model: nn.Module, *, version: int) -> None:
@@ -132,10 +128,8 @@ def check_adapters(model: nn.Module, *, version: int) -> None:
     configs: dict[str, Any] = given if isinstance(given, dict) else {}
     kinds = {name: config.peft_type for name, config in configs.items()}
     if found := [f"{name!r} (ADALORA)" for name, kind in kinds.items() if getattr(kind, "value", kind) == "ADALORA"]:
-        message = (
-            f"the adapter {', '.join(found)} is not supported with FSDP: AdaLoRA computes its regularization and the "
-            "importance of ranks from whole matrices and gradients, and each rank has only parts of them."
-        )
+        message = f"the adapter {', '.join(found)} is not supported with FSDP: AdaLoRA computes its regularization and "
+        message += "the importance of ranks from whole matrices and gradients, and each rank has only parts of them."
         raise SpecError([Problem(code="FSDP-E630", message=message, fix="Use LoRA, or train without FSDP.")])
     targets = {name: getattr(config, "target_parameters", None) for name, config in configs.items()}
     if version == 1 and (found := [f"{name!r} ({', '.join(each)})" for name, each in targets.items() if each]):
@@ -145,10 +139,8 @@ def check_adapters(model: nn.Module, *, version: int) -> None:
         raise SpecError([Problem(code="FSDP-E646", message=message, fix=fix)])
     wrong = [name for name, parameter in model.named_parameters() if kinds and not _has_its_part(parameter)]
     if wrong:
-        message = (
-            f"PEFT has created {format_names(wrong, 2)} with the size of a shard, instead of this rank's part on the "
-            "tensor axis: it does not know layers that are divided by FSDP and by tensor parallelism."
-        )
+        message = f"PEFT has created {format_names(wrong, 2)} with the size of a shard, instead of this rank's part on "
+        message += "the tensor axis: it does not know layers that are divided by FSDP and by tensor parallelism."
         fix = "Train the adapters without a tensor axis: set tp_size to 1 and a larger dp_shard_size or cp_size."
         raise SpecError([Problem(code="FSDP-E634", message=message, fix=fix)])
 

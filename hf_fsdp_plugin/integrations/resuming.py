@@ -35,7 +35,7 @@ from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import current_run
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.problems import CheckpointError, Problem, SpecError
-from hf_fsdp_plugin.rank_variables import launched_world_size
+from hf_fsdp_plugin.rank_variables import launched_world_size, variable_number
 from hf_fsdp_plugin.runs import identity as runs
 from hf_fsdp_plugin.runs.restart_policy import Restarts
 from hf_fsdp_plugin.state import process
@@ -53,7 +53,7 @@ class ProcessAttempt:
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self._environ = environ
-        self._is_lowest = environ.get("LOCAL_RANK", "0") == "0"  # the lowest rank of its machine
+        self._is_lowest = variable_number(environ, "LOCAL_RANK") == 0  # the lowest rank of its machine
         self._identity = runs.RunIdentity()
         self._has_begun = self._is_open = False
         self._folder: Path | None = None
@@ -99,7 +99,6 @@ class ProcessAttempt:
 
 
 attempt = process.owns(ProcessAttempt)
-"""Return the attempt of this process."""
 
 
 def find_checkpoint(
@@ -208,8 +207,7 @@ def on_rank_0(look: Callable[[], T]) -> T:
     found, problems = agreement.broadcast_object(answer)
     if problems:
         raise CheckpointError(problems)
-    result: T = found
-    return result
+    return found
 
 
 def _highest_numbered(run: Path, prefix: str) -> Path | None:

@@ -29,7 +29,7 @@ from hf_fsdp_plugin.checkpoint.writing.manager import CheckpointManager
 from hf_fsdp_plugin.checkpoint.writing.state_files import gathered_state, manifest_of
 from hf_fsdp_plugin.integrations.session import attributes_in_block, session
 from hf_fsdp_plugin.observe.first_step import warn_added
-from hf_fsdp_plugin.plan.names import unwrapped
+from hf_fsdp_plugin.plan.names import below, unwrapped
 from hf_fsdp_plugin.state import process
 
 _HF_WEIGHTS: Final = re.compile(rf"{HF_MODEL}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?")
@@ -40,7 +40,6 @@ def _create_manager() -> CheckpointManager:
 
 
 manager = process.owns(_create_manager)
-"""Return what writes the checkpoints of every Accelerator and Trainer in this process."""
 
 
 @contextmanager
@@ -106,24 +105,17 @@ class GatheredModels:
             return type(module).state_dict(module, *args, **kwargs)
         return OrderedDict((kwargs.get("prefix", "") + name, tensor) for name, tensor in state.items())
 
-    def state_of(self, module: nn.Module) -> OrderedDict[str, torch.Tensor] | None:
+    def state_of(self, module: nn.Module) -> dict[str, torch.Tensor] | None:
         """Return the gathered state of a module by its own names; ``None`` outside of a block of :meth:`on_rank_0`."""
         place = locate_module(module) if self._root is not None else None
-        return part_of(self._state, place) if place is not None and place.root is self._root else None
+        return below(self._state, place.prefix) if place is not None and place.root is self._root else None
 
 
 gathered = process.owns(GatheredModels)
-"""Return the gathered states of this process."""
 
 
 def _refuse_forward(module: nn.Module, args: Any) -> None:
     raise RuntimeError("a sharded model cannot run on one rank, while this rank writes its files.")
-
-
-def part_of(state: Mapping[str, Any], place: ModuleLocation) -> OrderedDict[str, Any]:
-    """Return the part of the root's state dict that belongs to the module at ``place``, by the module's names."""
-    prefix = place.prefix
-    return OrderedDict((name.removeprefix(prefix), value) for name, value in state.items() if name.startswith(prefix))
 
 
 def shards_at(place: ModuleLocation) -> ModelShards:

@@ -34,7 +34,6 @@ class OuterCalls(threading.local):
 
 
 outer_calls = process.owns(OuterCalls)
-"""Return what the calls that are running have passed on."""
 
 
 def attributes_in_block(owner: Any, **attributes: Any) -> AbstractContextManager[None]:
@@ -139,7 +138,6 @@ class Session:
 
 
 session = process.owns(Session)
-"""Return the session of this process."""
 
 
 class CurrentRun:
@@ -161,4 +159,3 @@ class CurrentRun:
 
 
 current_run = process.owns(CurrentRun, kept=True)
-"""Return the run of this process."""

@@ -14,13 +14,8 @@ from functools import partial
 from types import ModuleType
 from typing import Final
 
-from hf_fsdp_plugin.integrations.before_imports import (
-    RANK_VARIABLE,
-    ImportCallbacks,
-    is_rank,
-    may_be_rank,
-    rank_process,
-)
+from hf_fsdp_plugin.integrations import before_imports
+from hf_fsdp_plugin.integrations.before_imports import ImportCallbacks, is_rank
 
 _LAUNCHERS: Final = (
     *("accelerate", "accelerate-launch", "hf-fsdp", "torchrun"),
@@ -35,9 +30,9 @@ def start() -> None:
     if any(isinstance(finder, ImportCallbacks) for finder in sys.meta_path):
         return  # Python reads the files of a virtual environment twice
     program = _program()
-    if program in _LAUNCHERS or sys.flags.ignore_environment or not may_be_rank(os.environ):
+    if program in _LAUNCHERS or sys.flags.ignore_environment or not before_imports.may_be_rank(os.environ):
         return
-    os.environ[RANK_VARIABLE] = rank_process(os.environ)
+    os.environ[before_imports.RANK_VARIABLE] = before_imports.rank_process(os.environ)
     if program.partition(".")[0] != "hf_fsdp_plugin":  # modules of this package call install() themselves
         imports = ImportCallbacks()
         for library in ("accelerate", "transformers"):

@@ -80,16 +80,11 @@ def is_shard(tensor: torch.Tensor, flat_storages: set[int]) -> bool:
     return tensor.numel() > 0 and tensor.untyped_storage().data_ptr() in flat_storages
 
 
-def _flat_units() -> list[tuple[Any, Any]]:
-    """Return the units of FSDP1 that have parameters, in all sharded models, with their flat parameters."""
-    return [pair for model in sharded_models() for pair in fsdp1.flat_units(model)]
-
-
 def flat_storages() -> set[int]:
     """Return the addresses of the memory of all flat shards of FSDP1, and of their optimizer state."""
     storages: set[int] = set()
     parameters: set[int] = set()
-    for unit, flat in _flat_units():
+    for unit, flat in (pair for model in sharded_models() for pair in fsdp1.flat_units(model)):
         group = fsdp1.shard_group(unit)
         if group is not None and group.size() > 1:
             storages.add(fsdp1.local_shard(flat).untyped_storage().data_ptr())
@@ -168,10 +163,8 @@ def add_remedy(error: BaseException) -> None:
     if (problem := explain(error)) is not None:
         error.add_note(str(problem))
     elif "DTensor" in str(error) and sharded_models():
-        message = (
-            "a whole tensor meets a shard: a copy of a weight from before prepare(), or a module inside a unit of "
-        )
-        message += "FSDP that was called outside of the unit's forward."
+        message = "a whole tensor meets a shard: a copy of a weight from before prepare(), or a module inside a unit "
+        message += "of FSDP that was called outside of the unit's forward."
         fix = "For averages of the weights (EMAModel, AveragedModel), average the shards: model.parameters() after "
         fix += "prepare(). To read or change whole weights, use hfp.full_parameters. Call the module in the forward of "
         fix += "its unit, or set another fsdp_transformer_layer_cls_to_wrap."

@@ -98,7 +98,7 @@ def compare_weights(model: nn.Module, units: Sequence[UnitObservation]) -> Weigh
         num_broadcast=min((broadcast.num_tensors for broadcast in broadcasts), default=None),
         num_filled=max((broadcast.num_filled for broadcast in broadcasts), default=0),
         num_from_files=min((broadcast.num_from_files for broadcast in broadcasts), default=0),
-        num_shared_ranks=sum(memory.num_not_private > 0 for memory in memories) if memories else None,
+        num_shared_ranks=sum(memory.num_mapped + memory.num_on_meta > 0 for memory in memories) if memories else None,
     )
 
 

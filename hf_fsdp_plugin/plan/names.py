@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from hf_fsdp_plugin.torch_private.modules import WRAPPER_ATTRIBUTES, wrapped_module
 
 if TYPE_CHECKING:  # checkpoint readers import this module without torch
     from torch import nn
+
+T = TypeVar("T")
 
 
 def canonical_name(name: str) -> str:
@@ -47,6 +49,11 @@ def ancestors(path: str) -> Iterator[str]:
 def is_inside(path: str, outer: str) -> bool:
     """Whether ``path`` is ``outer`` or a module inside it."""
     return not outer or path == outer or path.startswith(outer + ".")
+
+
+def below(entries: Mapping[str, T], prefix: str) -> dict[str, T]:
+    """Return the entries whose names begin with a prefix, by their names without it."""
+    return {name.removeprefix(prefix): value for name, value in entries.items() if name.startswith(prefix)}
 
 
 def common_path(paths: Iterable[str]) -> str:

@@ -276,6 +276,16 @@ class CollectiveGradScaler(GradScaler):
         return super().step(optimizer, *args, **kwargs)
 
 
+def can_create_state(optimizer: Any) -> bool:
+    """Whether ``create_state`` works: the optimizer is an 8-bit, 4-bit or fp8 Adam of torchao (read from 0.18)."""
+    return hasattr(optimizer, "_new_buffer") and type(optimizer).__module__.startswith("torchao.")
+
+
+def create_state(optimizer: Any, parameter: torch.Tensor, key: str) -> Any:
+    """Return the state tensor ``key`` of a parameter as in the first step: zeros, quantized if the shard is large."""
+    return optimizer._new_buffer(parameter, key == "exp_avg")
+
+
 def _local_gradients(optimizer: torch.optim.Optimizer) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
     """Return the memory of this rank's gradients, by device and dtype: each kernel takes one of both."""
     found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.backends.ranks.agreement import LIMIT_VARIABLE
+from hf_fsdp_plugin.rank_variables import ARRIVAL_LIMIT_VARIABLE
 from tests.support.tiny import MODELS, parallel_config
 from tests.support.training import adamw, fresh_accelerator, loss_of
 
@@ -52,11 +52,11 @@ class Trained:
 
 def codes_of(call: Callable[[], Any]) -> list[str]:
     """Return the codes of the problems that a call raises."""
-    os.environ[LIMIT_VARIABLE] = LIMIT_S
+    os.environ[ARRIVAL_LIMIT_VARIABLE] = LIMIT_S
     try:
         call()
     except hfp.SpecError as error:
         return [problem.code for problem in error.problems]
     finally:
-        del os.environ[LIMIT_VARIABLE]
+        del os.environ[ARRIVAL_LIMIT_VARIABLE]
     return []

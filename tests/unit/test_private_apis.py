@@ -16,7 +16,7 @@ HOMES = {
     "torch": "torch_private/*.py",
     "accelerate": "integrations/accelerate/private.py",
     "huggingface_hub": "integrations/accelerate/private.py",
-    "torchao": "integrations/accelerate/private.py",
+    "torchao": "torch_private/*.py",
     "transformers": "integrations/transformers/private.py",
 }
 """Library -> the files that may use its private APIs."""

@@ -105,11 +105,6 @@ class ParameterMemory:
     private_bytes: int = 0
     total_bytes: int = 0
 
-    @property
-    def num_not_private(self) -> int:
-        """Number of parameters that need no host memory of this process alone."""
-        return self.num_mapped + self.num_on_meta
-
 
 def parameter_memory(parameters: Iterable[torch.Tensor]) -> ParameterMemory:
     """Read off the addresses of the parameters which memory they are in. No collectives."""
@@ -143,8 +138,7 @@ def find_mapped_parameters(model: nn.Module, device: torch.device) -> set[int]:
 def _hash_of_view(
     parameter: nn.Parameter, view: tuple[str, int] | None, identity: Callable[[str], tuple[Any, ...] | None]
 ) -> int:
-    found = None if view is None else identity(view[0])
-    if view is None or found is None:
+    if view is None or (found := identity(view[0])) is None:
         return _NO_VIEW
     return _hash(found, view[1], str(parameter.dtype), str(list(parameter.shape)))
 

@@ -13,8 +13,6 @@ AdamW's state would be on a few ranks.
 Between steps the optimizer has the parameters of the model, so that clipping, schedulers, the gradient scaler and
 checkpoints need no special cases. The parameters are replaced by torch's step hooks, which also run if a scheduler or
 Accelerate has wrapped ``step``.
-
-State tensors of a subclass (torchao's quantized state) are created by a function of the optimizer when they are loaded.
 """
 
 from __future__ import annotations
@@ -39,8 +37,6 @@ from hf_fsdp_plugin.torch_private.fsdp1 import flat_units, names_in, original_pa
 from hf_fsdp_plugin.torch_private.modules import local_tensor
 
 StepMode = Literal["unchanged", "local", "whole"]
-StateFactory = Callable[[Optimizer, torch.Tensor, str], torch.Tensor]
-"""(optimizer, parameter, key) -> a new state tensor, as the optimizer creates it in its first step."""
 
 
 @dataclass
@@ -50,12 +46,10 @@ class _Adaptation:
     Attributes:
         is_attached: whether it was created with parameters of the original shapes.
         step_mode: how its steps run.
-        state_factory: how state tensors of a subclass are created.
     """
 
     is_attached: bool = False
     step_mode: StepMode = "unchanged"
-    state_factory: StateFactory | None = None
 
 
 def _adaptation(optimizer: Optimizer) -> _Adaptation:
@@ -233,16 +227,6 @@ def set_step_mode(optimizer: Optimizer, mode: StepMode) -> None:
     steps = _PlainSteps(whole=mode == "whole")
     optimizer.register_step_pre_hook(steps.before)
     optimizer.register_step_post_hook(steps.after)
-
-
-def set_state_factory(optimizer: Optimizer, factory: StateFactory) -> None:
-    """Set how state tensors of a subclass are created when they are loaded. Without it they cannot be saved."""
-    _adaptation(optimizer).state_factory = factory
-
-
-def state_factory(optimizer: Optimizer) -> StateFactory | None:
-    """Return the function that was set; ``None`` for optimizers whose state has no subclasses."""
-    return _adaptation(optimizer).state_factory
 
 
 StepCallback = Callable[[Optimizer, Any, Any], None]

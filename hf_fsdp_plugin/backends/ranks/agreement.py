@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -43,13 +42,12 @@ import torch
 import torch.distributed as dist
 
 from hf_fsdp_plugin.problems import CheckpointError, Problem, SpecError
+from hf_fsdp_plugin.rank_variables import ARRIVAL_LIMIT_VARIABLE, arrival_limit
 from hf_fsdp_plugin.state import process
 from hf_fsdp_plugin.text import format_names, name_ranks
 from hf_fsdp_plugin.torch_private.functions import default_store, supports_cpu
 
 T = TypeVar("T")
-_SHORT = 64
-"""Maximum length of a text that is exchanged instead of its hash."""
 _Failure = tuple[str, str, tuple[Problem, ...]]
 """Class and message of an exception, and the problems of a :class:`SpecError`."""
 _AGREED = "_hf_fsdp_agreed"
@@ -82,7 +80,7 @@ def same_on_all_ranks(what: str, value: str) -> None:
     Raises:
         SpecError: on all ranks, if any value differs.
     """
-    values = gather_objects(value if len(value) <= _SHORT else hashlib.sha256(value.encode()).hexdigest())
+    values = gather_objects(hashlib.sha256(value.encode()).hexdigest())
     different = [rank for rank, other in enumerate(values) if other != values[0]]
     if different:
         message = f"{what} is not the same on all ranks. Ranks that differ from rank 0: {format_names(different)}."
@@ -141,9 +139,8 @@ def any_rank(flag: bool) -> bool:
 
 ON_ALL_RANKS: Final = "Call it on all ranks, outside of `if accelerator.is_main_process:`."
 """The remedy for a collective call that only some ranks make."""
-LIMIT_VARIABLE: Final = "HF_FSDP_ARRIVAL_TIMEOUT"
-"""Environment variable with the time in seconds that a rank waits for the others. It replaces both limits below."""
 DEFAULT_LIMIT: Final = 45.0
+"""Seconds that a rank waits for the others. ``HF_FSDP_ARRIVAL_TIMEOUT`` replaces this and the limits below."""
 TRAINING_LIMIT: Final = 540.0
 """Seconds for calls during training, before which ranks may load data, compile, evaluate or upload for different times.
 
@@ -168,19 +165,6 @@ def arrival_store() -> dist.Store:
 
 def _has_other_ranks() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
-
-
-def arrival_limit(default: float = DEFAULT_LIMIT) -> float:
-    """Return the limit in seconds. Raises ``SpecError`` if the environment variable is not a positive number."""
-    text = os.environ.get(LIMIT_VARIABLE, "").strip()
-    try:
-        limit = float(text) if text else default
-    except ValueError:
-        limit = 0.0
-    if limit > 0:
-        return limit
-    message = f"{LIMIT_VARIABLE}={text} is not a positive number of seconds."
-    raise SpecError([Problem(code="FSDP-E674", message=message, fix=f"Set it to a number such as {DEFAULT_LIMIT:g}.")])
 
 
 def preparation_limit() -> float:
@@ -211,7 +195,6 @@ class WaitListener:
 
 
 wait_listener = process.owns(WaitListener)
-"""Return the listener of this process."""
 
 
 def wait_for_all_ranks(call: str, *, fix: str = ON_ALL_RANKS, limit: float = DEFAULT_LIMIT) -> None:
@@ -234,10 +217,8 @@ def wait_for_all_ranks(call: str, *, fix: str = ON_ALL_RANKS, limit: float = DEF
     finally:
         wait_listener().notify(None)
     if missing:
-        message = (
-            f"{call} is a collective call: every rank must make it, because each rank has only a part of the weights. "
-            f"{_describe(missing)}. The call waits for up to {limit:g} seconds ({LIMIT_VARIABLE})."
-        )
+        message = f"{call} is a collective call: every rank must make it, because each has only a part of the weights. "
+        message += f"{_describe(missing)}. The call waits for up to {limit:g} seconds ({ARRIVAL_LIMIT_VARIABLE})."
         raise SpecError([Problem(code="FSDP-E670", message=message, fix=fix)])
 
 

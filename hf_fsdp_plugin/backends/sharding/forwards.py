@@ -16,11 +16,6 @@ lists, tuples and dataclasses, but not in other mappings, such as Transformers' 
 sentence-transformers' modules return. Without these hooks, FSDP1 raises in backward, and an FSDP2 root without inner
 units does not reduce its gradients.
 
-Buffers that a forward changes, such as the statistics of BatchNorm, differ between the ranks. DDP sends rank 0's
-buffers to all ranks before every forward. Here they are sent only before they are used: before the first forward of an
-evaluation, and before a save. So a rank's own statistics are never used or stored. Buffers that are not in the state
-dict are constants and caches, and are not sent.
-
 Dicts: FSDP copies the containers of its inputs when it moves or casts tensors. Models and losses of
 sentence-transformers exchange values through the dict of features, which each module extends. Entries that a model adds
 to a dict of its inputs, or removes, are added to the caller's dict, or removed.
@@ -35,7 +30,6 @@ from contextlib import suppress
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -43,12 +37,11 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from hf_fsdp_plugin.backends.torch_types import cast_floats
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, torch_dtype
-from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
+from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.state import parts_of
 from hf_fsdp_plugin.torch_private import fsdp1, fsdp2, functions
 from hf_fsdp_plugin.torch_private.functions import tree_leaves, tree_map
-from hf_fsdp_plugin.torch_private.modules import Inputs, buffers, non_persistent_buffers, replace_module, wrapped_module
+from hf_fsdp_plugin.torch_private.modules import Inputs, replace_module, wrapped_module
 
 Forward = Callable[..., Any]
 _MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, functions.SCALED_MM, functions.GROUPED_MM)
@@ -247,18 +240,14 @@ def cast_activations(inputs: Any, dtype: torch.dtype | None) -> Any:
 
     def cast(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return value.to(dtype) if is_activation(value) else value
+            is_activation = value.is_floating_point() and value.dim() >= _ACTIVATION_DIMS
+            return value.to(dtype) if is_activation else value
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
             return dataclasses.replace(value, **cast_activations(fields, dtype))
         return value
 
     return tree_map(cast, inputs)
-
-
-def is_activation(tensor: torch.Tensor) -> bool:
-    """Whether a tensor that a unit receives is cast to the compute dtype."""
-    return tensor.is_floating_point() and tensor.dim() >= _ACTIVATION_DIMS
 
 
 def _cast_before_forward(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -330,51 +319,6 @@ def _check_backward(model: nn.Module, backwards: set[int | None]) -> None:
         message += "in the first one, and does not gather them again."
         fix = "Add the losses and call backward once, run a forward for each backward, or set fsdp_version: 2."
         raise SpecError([Problem(code="FSDP-E315", message=message, fix=fix)])
-
-
-def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the canonical names and the buffers of the state dict."""
-    for name, module in model.named_modules():
-        for attribute, buffer in buffers(module).items():
-            if buffer is not None and attribute not in non_persistent_buffers(module):
-                yield canonical_name(f"{name}.{attribute}".lstrip(".")), buffer
-
-
-@dataclasses.dataclass
-class _BufferSends:
-    """Whether the buffers of a model were sent since its last forward in training mode."""
-
-    are_equal: bool = False
-
-
-def watch_buffers(model: nn.Module) -> None:
-    """Send rank 0's buffers before the first forward of each evaluation. Models without buffers are not watched."""
-    if any(True for _ in persistent_buffers(model)):
-        # The module in FSDP1's root wrapper may also be called directly.
-        # As a decorator, disable would import torch's compiler in every process: a second.
-        unwrapped(model).register_forward_pre_hook(torch.compiler.disable(_send_before_evaluation))
-
-
-def _send_before_evaluation(model: nn.Module, args: Any) -> None:
-    if model.training:
-        parts_of(model).get(_BufferSends).are_equal = False
-    else:
-        send_buffers(model)
-
-
-@torch.no_grad()
-def send_buffers(model: nn.Module) -> None:
-    """Overwrite the buffers of a model with those of rank 0, if it was trained since the last time. Collective."""
-    model = unwrapped(model)
-    sends = parts_of(model).get(_BufferSends)
-    if sends.are_equal:
-        return
-    sends.are_equal = True
-    own = [b for _, b in persistent_buffers(model) if type(b) is torch.Tensor and b.numel() and not b.is_meta]
-    for buffer in own:
-        received = buffer.clone(memory_format=torch.contiguous_format)
-        dist.broadcast(received, 0)
-        buffer.copy_(received)
 
 
 def return_changed_inputs(model: nn.Module) -> None:

@@ -15,13 +15,7 @@ from hf_fsdp_plugin.backends.torch_types import cast_floats, device_mesh
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, UnitPlan, torch_dtype
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.strategies import STRATEGIES
-from hf_fsdp_plugin.torch_private.fsdp1 import (
-    allow_gradients_of_compute_dtype,
-    flat_parameter,
-    local_shard,
-    original_parameters,
-    reduce_after_any_forward,
-)
+from hf_fsdp_plugin.torch_private import fsdp1 as private
 from hf_fsdp_plugin.torch_private.modules import replace_module
 
 _ONE_DTYPE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -60,16 +54,16 @@ def apply_fsdp1(plan: FsdpPlan, model: nn.Module, device: torch.device, loader: 
     output_dtype = torch_dtype(plan.precision.output)
     if output_dtype is not None:  # FSDP1 has no argument like FSDP2's ``output_dtype``
         root.register_forward_hook(lambda module, args, output: cast_floats(output, output_dtype))
-    allow_gradients_of_compute_dtype(root)
-    reduce_after_any_forward(root)
+    private.allow_gradients_of_compute_dtype(root)
+    private.reduce_after_any_forward(root)
     return root
 
 
 def _fill(unit: FSDP, whole: Places, loader: WeightLoader) -> None:
-    flat = flat_parameter(unit)
-    for member in original_parameters(flat) if flat is not None else ():
+    flat = private.flat_parameter(unit)
+    for member in private.original_parameters(flat) if flat is not None else ():
         if (values := whole.get((member.module, member.attribute))) is not None:
-            shard = local_shard(flat).narrow(0, member.offset, member.stop - member.start)
+            shard = private.local_shard(flat).narrow(0, member.offset, member.stop - member.start)
             loader.copy_part(shard, values.view(-1)[member.start : member.stop])
 
 

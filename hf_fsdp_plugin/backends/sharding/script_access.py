@@ -21,17 +21,10 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.backends.ranks.agreement import ON_ALL_RANKS, FirstCalls
-from hf_fsdp_plugin.backends.sharding.forwards import (
-    cast_activations,
-    cast_inputs,
-    float_outputs,
-    private_api,
-    watch_mappings,
-)
+from hf_fsdp_plugin.backends.sharding import forwards
 from hf_fsdp_plugin.backends.sharding.unused_parameters import discard_backward, num_reduced_backwards
 from hf_fsdp_plugin.backends.torch_types import cast_floats, wait_for_reads
 from hf_fsdp_plugin.messages import print_once
@@ -73,16 +66,24 @@ def support_submodule_calls(model: nn.Module) -> None:
     # The compiler would skip these hooks in a compiled model.
     model.register_forward_pre_hook(torch.compiler.disable(calls.before), prepend=True, with_kwargs=True)
     model.register_forward_hook(torch.compiler.disable(calls.after), always_call=True)
-    outermost = list(calls.modules())
-    for module in outermost:
+    outside = dict.fromkeys(_modules_outside(model))
+    for module in outside:
         module.register_forward_pre_hook(calls.before, prepend=True, with_kwargs=True)
         module.register_forward_hook(calls.after, always_call=True)
-    for module in (model, *outermost):
+    for module in (model, *outside):
         generate: Any = getattr(module, "generate", None) if hasattr(type(module), "generate") else None
         if generate is not None:
             module.generate = calls.wrap_generate(module, generate)  # type: ignore[assignment]
         if hasattr(type(module), "resize_token_embeddings"):
             module.resize_token_embeddings = _refuse_resize  # type: ignore[assignment]
+
+
+def _modules_outside(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules in a module that are in no unit inside it, and these units. A shared module may come twice."""
+    for child in module.children():
+        yield child
+        if not isinstance(child, (FullyShardedDataParallel, FSDPModule)):
+            yield from _modules_outside(child)
 
 
 def _forward_of_call(unit: Any) -> Callable[..., Any]:
@@ -194,7 +195,7 @@ class _Calls:
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._fsdp = private_api(root)
+        self._fsdp = forwards.private_api(root)
         self._units = _units_of(root)
         self._entered: nn.Module | None = None
         self._keeps_gathered = False
@@ -208,18 +209,6 @@ class _Calls:
         """Number of backwards up to the last step whose gradients were reduced."""
         self.num_per_step: float = math.inf
         """Number of such backwards before each step; infinite if no steps are observed."""
-
-    def modules(self) -> Iterator[nn.Module]:
-        """Yield the modules of the root unit without the root, and the outermost modules of the other units."""
-        pending = list(self._root.children())
-        seen: set[int] = set()
-        while pending:
-            module = pending.pop()
-            if id(module) not in seen:
-                seen.add(id(module))
-                yield module
-                if not isinstance(module, (FullyShardedDataParallel, FSDPModule)):
-                    pending.extend(module.children())
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Enter the root's forward, unless the root is running. A forward pre-hook."""
@@ -243,10 +232,10 @@ class _Calls:
             return None  # the call has failed
         if module is not self._root:
             output = self._fsdp.after_forward(self._root, module, args, output)
-            watch_mappings(self._root, output)
+            forwards.watch_mappings(self._root, output)
         if not self._keeps_gathered:
             gathered = [unit for unit in self._units if self._fsdp.is_gathered(unit)]
-            has_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in float_outputs(output))
+            has_graph = torch.is_grad_enabled() and any(each.requires_grad for each in forwards.float_outputs(output))
             if has_graph and not self._has_gradients_of_step():
                 self._changes = {id(unit): self._fsdp.num_unit_changes(unit) for unit in gathered}
             else:
@@ -275,10 +264,8 @@ class _Calls:
         if not self._fsdp.backward_has_failed(self._root):
             return
         if not self._fsdp.discard_call(self._root, backward=True):
-            message = (
-                "the model is called again after an error in its backward, such as torch.OutOfMemoryError. FSDP of "
-            )
-            message += f"torch {torch.__version__} would not reduce gradients any more."
+            message = "the model is called again after an error in its backward, such as torch.OutOfMemoryError. "
+            message += f"FSDP of torch {torch.__version__} would not reduce gradients any more."
             fix = "Use torch 2.13 or newer, or start the script again, with a smaller batch size."
             raise SpecError([Problem(code="FSDP-E318", message=message, fix=fix)])
         discard_backward(self._root)
@@ -357,7 +344,7 @@ class _Calls:
         return bool(self._fsdp.is_idle(self._root))
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._fsdp.before_forward(self._root, module, *cast_inputs(self._root, args, kwargs))
+        return self._fsdp.before_forward(self._root, module, *forwards.cast_inputs(self._root, args, kwargs))
 
 
 def _forward_if_sharded(root: Any, unit: Any) -> Callable[..., Any]:
@@ -375,7 +362,7 @@ def _forward_if_sharded(root: Any, unit: Any) -> Callable[..., Any]:
             return unit.module(*args, **kwargs)
         if unit is root or not fsdp1.is_summoned(root):
             return forward(*args, **kwargs)
-        args, kwargs = cast_activations((args, kwargs), unit.mixed_precision.param_dtype)
+        args, kwargs = forwards.cast_activations((args, kwargs), unit.mixed_precision.param_dtype)
         return cast_floats(forward(*args, **kwargs), fsdp1.original_dtype(root))
 
     return forward_if_sharded
@@ -394,9 +381,7 @@ def check_parameter_hooks(model: nn.Module) -> None:
     if found:
         message = f"{format_names(found, 3)} has a hook (register_hook, register_post_accumulate_grad_hook), "
         message += "which torch would not call: FSDP computes with copies, and accumulates the gradients of shards."
-        fix = (
-            "Change the gradients between backward and the step: parameter.grad of model.parameters() after prepare()."
-        )
+        fix = "Change parameter.grad of model.parameters() after prepare(), between the backward and the step."
         raise SpecError([Problem(code="FSDP-E307", message=message, fix=fix)])
 
 
@@ -430,7 +415,7 @@ def _known_count(
 
 def warn_of_read_shards(model: nn.Module) -> None:
     """Warn once if a loss reads a shard. FSDP1 only."""
-    if not isinstance(model, FSDP):
+    if not isinstance(model, FullyShardedDataParallel):
         return
     names = {id(module): canonical_name(name) for name, module in model.named_modules()}
     warned: list[str] = []
@@ -469,7 +454,5 @@ def refuse_copies(model: nn.Module) -> None:
 def _refuse_copy(name: str, memo: Any) -> NoReturn:
     message = f"copy.deepcopy was called with a {name} that FSDP has sharded, or with an object that contains it."
     fix = "For an average of the weights (AveragedModel), average the shards: model.parameters() after prepare(). For "
-    fix += (
-        "a snapshot, call accelerator.get_state_dict(model) on all ranks. For a second model, copy it before prepare()."
-    )
+    fix += "a snapshot, call accelerator.get_state_dict(model) on all ranks. Copy a second model before prepare()."
     raise SpecError([Problem(code="FSDP-E310", message=message, fix=fix)])

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from hf_fsdp_plugin.backends.loading.weight_loader import WeightLoader
 from hf_fsdp_plugin.backends.optimizers.parameters import attach_optimizers, detach_optimizers, has_stepped
 from hf_fsdp_plugin.backends.ranks.agreement import collective_call, on_all_ranks
-from hf_fsdp_plugin.backends.sharding import forwards, script_access
+from hf_fsdp_plugin.backends.sharding import buffers, forwards, script_access
 from hf_fsdp_plugin.backends.sharding.fsdp1 import apply_fsdp1
 from hf_fsdp_plugin.backends.sharding.fsdp2 import adopt_fsdp2, apply_fsdp2
 from hf_fsdp_plugin.backends.sharding.state_dicts import support_state_dicts
@@ -115,7 +115,7 @@ def shard(
         sharded = apply(plan, model, device, loader)
         own_parts(sharded).put(loader.record)
     _keep_class_names(sharded)
-    forwards.watch_buffers(sharded)
+    buffers.watch_buffers(sharded)
     mark_fsdp_managed(sharded)
     script_access.support_submodule_calls(sharded)
     forwards.support_mapping_outputs(sharded)

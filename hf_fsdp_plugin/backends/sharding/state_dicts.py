@@ -26,7 +26,7 @@ from hf_fsdp_plugin.backends.ranks.agreement import collective_call
 from hf_fsdp_plugin.backends.sharding.script_access import free_gathered
 from hf_fsdp_plugin.backends.torch_types import shard_like
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
-from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
+from hf_fsdp_plugin.plan.names import below, canonical_name, unwrapped
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.torch_private import fsdp1
 from hf_fsdp_plugin.torch_private.modules import parameters
@@ -74,9 +74,7 @@ def _whole_state_dict(
         if module is root:
             return original(module, **kwargs)
         state = type(root).state_dict(root, **{**kwargs, "prefix": ""})
-    own = kwargs.get("prefix", "")
-    found = ((name.removeprefix(place), value) for name, value in state.items() if name.startswith(place))
-    return OrderedDict((own + name, value) for name, value in found)
+    return OrderedDict((kwargs.get("prefix", "") + name, value) for name, value in below(state, place).items())
 
 
 def _load_shards(root: nn.Module, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

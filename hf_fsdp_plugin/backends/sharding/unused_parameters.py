@@ -87,9 +87,7 @@ def backward_ended(root: nn.Module) -> None:
 
 
 def _warn(names: list[str]) -> None:
-    message = (
-        f"a step has not used {format_names(sorted(map(canonical_name, names)), 3)}. Without use_orig_params, they "
-    )
-    message += "have gradients of zeros, with which the momentum and the weight decay of an optimizer change them."
+    message = f"a step has not used {format_names(sorted(map(canonical_name, names)), 3)}. Their gradients are zeros "
+    message += "without use_orig_params: the momentum and the weight decay of an optimizer change them."
     fix = "Set fsdp_use_orig_params: true, or use fsdp_version: 2."
     print_once(Problem(code="FSDP-W314", message=message, fix=fix))

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_plugin.backends.optimizers.parameters import state_factory, step_mode
+from hf_fsdp_plugin.backends.optimizers.parameters import step_mode
 from hf_fsdp_plugin.backends.torch_types import dtensor_like, move_scalars
 from hf_fsdp_plugin.checkpoint.errors import problem, raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.formats import optimizer_state
@@ -31,6 +31,7 @@ from hf_fsdp_plugin.checkpoint.reading import resharding
 from hf_fsdp_plugin.checkpoint.shards import LocalShard, ModelShards, Piece, parameter_shards
 from hf_fsdp_plugin.state import find_part, parts_of
 from hf_fsdp_plugin.text import format_names, plural
+from hf_fsdp_plugin.torch_private.functions import can_create_state, create_state
 from hf_fsdp_plugin.torch_private.modules import local_tensor
 
 logger = logging.getLogger(__name__)
@@ -289,7 +290,6 @@ class _StateLoader:
         self, entry: dict[str, Any], parameter: torch.Tensor, saved: Mapping[tuple[str, str], StoredTensor]
     ) -> None:
         """Add state that belongs to this rank's shard: plain tensors, and the inner tensors of a tensor subclass."""
-        factory = state_factory(self._optimizer)
         for (key, attribute), stored in saved.items():
             if not attribute:
                 is_like = isinstance(parameter, DTensor) and stored.shape == tuple(local_tensor(parameter).shape)
@@ -299,8 +299,8 @@ class _StateLoader:
                 local, entry[key] = _like_shard(parameter, getattr(torch, stored.dtype))
                 self._fill(local, stored)
                 continue
-            if key not in entry and factory is not None:
-                entry[key] = factory(self._optimizer, parameter.detach(), key)
+            if key not in entry and can_create_state(self._optimizer):
+                entry[key] = create_state(self._optimizer, parameter.detach(), key)
             inner = getattr(local_tensor(entry[key]), attribute, None) if key in entry else None
             if inner is None or tuple(inner.shape) != stored.shape:
                 fix = "Create the optimizer with the settings of the run that was saved (block_size)."

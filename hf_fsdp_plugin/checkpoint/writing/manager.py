@@ -28,7 +28,7 @@ from torch import nn
 from hf_fsdp_plugin.backends.optimizers.parameters import JointModels, after_each_step
 from hf_fsdp_plugin.backends.ranks.agreement import broadcast_object, on_all_ranks
 from hf_fsdp_plugin.backends.ranks.cluster import ranks_per_machine
-from hf_fsdp_plugin.backends.sharding.forwards import send_buffers
+from hf_fsdp_plugin.backends.sharding.buffers import send_buffers
 from hf_fsdp_plugin.checkpoint.errors import os_errors_as_problems
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRecord, Manifest
 from hf_fsdp_plugin.checkpoint.shards import model_shards, optimizer_shards

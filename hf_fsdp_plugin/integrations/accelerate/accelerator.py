@@ -19,14 +19,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, utils
 
 from hf_fsdp_plugin.backends.optimizers.clipping import clip_grad_norm
-from hf_fsdp_plugin.backends.ranks import agreement
-from hf_fsdp_plugin.backends.ranks.cluster import (
-    gloo_interface,
-    gloo_variables,
-    raise_file_limit,
-    ranks_per_machine,
-    slurm_variables,
-)
+from hf_fsdp_plugin.backends.ranks import agreement, cluster
 from hf_fsdp_plugin.backends.sharding.shard import has_shards, locate_module
 from hf_fsdp_plugin.backends.sharding.state_dicts import STATE_FIX
 from hf_fsdp_plugin.backends.torch_types import world_mesh
@@ -44,7 +37,7 @@ from hf_fsdp_plugin.plan.fsdp_plan import MeshPlan, ProblemCollector, has_replic
 from hf_fsdp_plugin.plan.resolve import resolve_mesh
 from hf_fsdp_plugin.plan.units import distributed_config_of
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
-from hf_fsdp_plugin.rank_variables import launched_world_size
+from hf_fsdp_plugin.rank_variables import launched_local_rank, launched_world_size
 from hf_fsdp_plugin.sources.script_objects import DATA_SIZES, FSDP_SIZES
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import with_script_settings
@@ -82,7 +75,7 @@ def accelerator(spec: FsdpSpec, **kwargs: Any) -> Accelerator:
         print_warnings([fsdp_is_off(spec)])
         return Accelerator(mixed_precision=spec.launch.mixed_precision, **kwargs)
     patching.changes().install("accelerate")
-    patching.changes().set_variables(**slurm_variables(os.environ))
+    patching.changes().set_variables(**cluster.slurm_variables(os.environ))
     patching.set_loading_variables(spec)
     return Accelerator(fsdp_plugin=plugins.PlannedFsdpPlugin(spec), **kwargs)
 
@@ -229,7 +222,7 @@ def set_mesh(accelerator: Any, config: Any, spec: FsdpSpec) -> None:
 def mesh_of_world(spec: FsdpSpec, world_size: int, device_type: str) -> tuple[MeshPlan, str]:
     """Return the mesh and the strategy of these ranks, before there is a model. Raises ``SpecError``."""
     collector = ProblemCollector(spec)
-    local_size = ranks_per_machine(os.environ, world_size, get_device(device_type).count())
+    local_size = cluster.ranks_per_machine(os.environ, world_size, get_device(device_type).count())
     resolved = resolve_mesh(world_size, local_size, collector)
     print_or_raise([problem for problem in collector.problems if problem.severity == "error"])
     return resolved
@@ -317,8 +310,8 @@ def init_partial_state(original: Callable[..., None], state: Any, *args: Any, **
     was_started = dist.is_initialized()
     if not state.initialized and not was_started:
         _prepare_network()
-        local_rank = int(os.environ.get("LOCAL_RANK", -1))
-        if not is_given and local_rank >= 0 and (device := select_device(local_rank)).type != "cpu":
+        is_rank = "LOCAL_RANK" in os.environ
+        if not is_given and is_rank and (device := select_device(launched_local_rank())).type != "cpu":
             timeout = {name: value for name, value in kwargs.items() if name == "timeout"}
             dist.init_process_group(device.process_group_backend, **timeout)
     if session().group_timeout is not None:
@@ -342,11 +335,11 @@ def _prepare_network() -> None:
     """Prepare this process for the connections of gloo, which every process group has."""
     if (world_size := launched_world_size()) == 1:
         return
-    patching.changes().set_variables(**gloo_variables(os.environ))
-    interface, problem = gloo_interface(os.environ)
+    patching.changes().set_variables(**cluster.gloo_variables(os.environ))
+    interface, problem = cluster.gloo_interface(os.environ)
     if interface:
         patching.changes().set_variables(GLOO_SOCKET_IFNAME=interface)
-    raise_file_limit(world_size)
+    cluster.raise_file_limit(world_size)
     print_warnings([problem] if problem is not None else [])
 
 
@@ -406,10 +399,8 @@ def init_accelerator_state(original: Callable[..., None], state: Any, *args: Any
     original(*args, **kwargs)
     if state.distributed_type == utils.DistributedType.NO:
         message = "FSDP is configured, but this is a single process without a process group."
-        fix = (
-            "Start the script with `hf-fsdp launch`, `accelerate launch` or `torchrun`, or as several tasks of `srun`. "
-            "Use `--num_processes 1` for a single rank."
-        )
+        fix = "Start the script with `hf-fsdp launch`, `accelerate launch`, `torchrun`, or several tasks of `srun`; "
+        fix += "a single rank with `--num_processes 1`."
         raise SpecError([Problem(code="FSDP-E601", message=message, fix=fix)])
     if state.distributed_type in (utils.DistributedType.MULTI_CPU, utils.DistributedType.FSDP):
         _remove_index_of_cpu(state)  # PartialState may have been created before it was hooked
@@ -430,6 +421,6 @@ def _is_cpu_rank(spec: FsdpSpec) -> bool:
             return False
         patching.changes().set_variables(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     if os.environ.get("WORLD_SIZE") == "1" and not dist.is_initialized():
-        patching.changes().set_variables(LOCAL_RANK=os.environ.get("LOCAL_RANK", "0"))
+        patching.changes().set_variables(LOCAL_RANK=str(launched_local_rank()))
         dist.init_process_group(DEVICES["cpu"].process_group_backend, store=dist.HashStore(), rank=0, world_size=1)
     return True

@@ -179,11 +179,7 @@ def plain_weights(model: nn.Module) -> Callable[[nn.Module], None]:
 
 
 def _wrapping(kind: Any, inner: str, context: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    def wrap(shard: torch.Tensor) -> torch.Tensor:
-        wrapped: torch.Tensor = kind.__tensor_unflatten__({inner: shard}, context, shard.shape, shard.stride())
-        return wrapped
-
-    return wrap
+    return lambda shard: kind.__tensor_unflatten__({inner: shard}, context, shard.shape, shard.stride())
 
 
 def _keep_scales(model: nn.Module, modules: Sequence[Any]) -> None:

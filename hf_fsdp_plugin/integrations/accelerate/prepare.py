@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -16,13 +17,7 @@ from torch.optim import Optimizer
 from hf_fsdp_plugin.backends.loading.deferred_weights import check_can_fill
 from hf_fsdp_plugin.backends.loading.equal_weights import check_same_weights
 from hf_fsdp_plugin.backends.optimizers.known_optimizers import apply_step_mode
-from hf_fsdp_plugin.backends.optimizers.parameters import (
-    check_groups,
-    foreign_parameters,
-    has_parameters_of,
-    owner_of,
-    set_state_factory,
-)
+from hf_fsdp_plugin.backends.optimizers.parameters import check_groups, foreign_parameters, has_parameters_of, owner_of
 from hf_fsdp_plugin.backends.ranks import agreement
 from hf_fsdp_plugin.backends.ranks.cluster import ranks_per_machine
 from hf_fsdp_plugin.backends.sharding import shard as sharding
@@ -33,7 +28,7 @@ from hf_fsdp_plugin.integrations import call_hooks, peft, resuming, saving, scri
 from hf_fsdp_plugin.integrations.accelerate import fp8, private, run_report
 from hf_fsdp_plugin.integrations.accelerate.accelerator import adopt_models
 from hf_fsdp_plugin.integrations.accelerate.batches import notice_accumulation
-from hf_fsdp_plugin.integrations.accelerate.plugin import if_planned, planned_plugin
+from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, if_planned, planned_plugin
 from hf_fsdp_plugin.integrations.failure_watch import watch
 from hf_fsdp_plugin.messages import print_warnings
 from hf_fsdp_plugin.observe.first_step import check_added
@@ -116,9 +111,8 @@ def _add_models(
     accelerator: Any, models: Sequence[nn.Module], new_optimizers: Sequence[Optimizer] = ()
 ) -> list[nn.Module]:
     """Shard models and return them. Optimizers that are prepared, or that ``prepare`` will prepare, get the shards."""
-    plugin = planned_plugin(accelerator)
-    assert plugin is not None
-    optimizers = [*_optimizers_of(accelerator), *plugin.later_optimizers, *new_optimizers]
+    later: Iterable[Optimizer] = accelerator.state.fsdp_plugin.later_optimizers
+    optimizers = [*_optimizers_of(accelerator), *later, *new_optimizers]
     added = [_add_model(accelerator, model, optimizers) for model in models]
     known = private.prepared_models(accelerator)
     for model in known:
@@ -164,8 +158,6 @@ def shard_model(
         SpecError: on all ranks: the attempts before have failed in the same way,
             the settings do not fit the model, or the ranks have different plans.
     """
-    plugin = planned_plugin(accelerator)
-    assert plugin is not None, "models are sharded for accelerators with a planned plugin"
     inner = compiled_module(model)
     compiler: Any = model.dynamo_ctx if inner is not None else None
     model = model if inner is None else inner
@@ -176,7 +168,7 @@ def shard_model(
         # 1. Plan: the settings of this model, and the decisions from them.
         with agreement.on_all_ranks("planning"):
             if plan is None:
-                spec = plugin.spec_for(model, is_first=is_first, is_trained=is_trained)
+                spec = accelerator.state.fsdp_plugin.spec_for(model, is_first=is_first, is_trained=is_trained)
                 plan = make_plan(accelerator, spec, model)
             check_can_fill(plan, model)
         # 2. Agree: the same plan and weights on all ranks.
@@ -222,9 +214,7 @@ def make_plan(accelerator: Any, spec: FsdpSpec, model: nn.Module) -> FsdpPlan:
     plan = resolve(spec, model, world_size=world_size, device_type=kind, local_world_size=local_size)
     for axis in ("tensor", "expert"):
         if (size := getattr(plan.mesh, axis)) > 1 and not plan.sharded_at_load:
-            message = (
-                f"mesh.{axis}={size}, but {plan.model_class} was loaded whole: only from_pretrained divides layers."
-            )
+            message = f"mesh.{axis}={size}, but {plan.model_class} was loaded whole; from_pretrained divides layers."
             fix = "Load it with from_pretrained, after the launcher or install() has read the config."
             raise SpecError([spec.problem("FSDP-E209", f"mesh.{axis}", message, fix)])
     return plan
@@ -249,8 +239,8 @@ def _prepare_optimizers(accelerator: Any, optimizers: Sequence[Optimizer]) -> No
     Raises:
         SpecError: an optimizer has parameters of no prepared model, or cannot run on these shards.
     """
-    plugin, models = planned_plugin(accelerator), private.prepared_models(accelerator)
-    assert plugin is not None
+    plugin: PlannedFsdpPlugin = accelerator.state.fsdp_plugin
+    models = private.prepared_models(accelerator)
     if not any(sharding.plan_of(model) for model in models):
         return
     optimizers = [each for each in optimizers if each not in plugin.adapted_optimizers]
@@ -262,31 +252,24 @@ def _prepare_optimizers(accelerator: Any, optimizers: Sequence[Optimizer]) -> No
         _adapt_steps(accelerator, optimizers, models)
         plugin.adapted_optimizers.update(optimizers)
         if plugin.spec.checkpoint.asynchronous:
-            _prepare_buffers_after_first_step(accelerator, plugin.state_dict_kind)
+            _prepare_buffers_after_first_step(accelerator, optimizers[-1])
     run_report.track_run(accelerator)
 
 
-def _prepare_buffers_after_first_step(accelerator: Any, kind: StateDictKind) -> None:
-    """After the first optimizer step, start to allocate the memory of asynchronous saves in the background.
+def _prepare_buffers_after_first_step(accelerator: Any, last: Optimizer) -> None:
+    """After the first step of the last optimizer, start to allocate the memory of asynchronous saves in the background.
 
     Before the first step, an optimizer has no state, so the size of the save is unknown.
     """
-    if not private.prepared_optimizers(accelerator):
-        return
+    kind: StateDictKind = accelerator.state.fsdp_plugin.state_dict_kind
 
-    is_prepared = False
-
-    def prepare(*_: Any) -> None:
-        nonlocal is_prepared
-        if is_prepared:
-            return
-        is_prepared = True
+    @functools.cache
+    def prepare_once() -> None:
         models = [model for model in private.prepared_models(accelerator) if sharding.plan_of(model) is not None]
-        optimizers = _optimizers_of(accelerator)
-        owners = [(owner_of(optimizer, models), optimizer) for optimizer in optimizers]
+        owners = [(owner_of(each, models), each) for each in _optimizers_of(accelerator)]
         saving.manager().prepare_buffers(models, [(owner, each) for owner, each in owners if owner is not None], kind)
 
-    private.prepared_optimizers(accelerator)[-1].optimizer.register_step_post_hook(prepare)
+    last.register_step_post_hook(lambda *_: prepare_once())
 
 
 def _adapt_steps(accelerator: Any, optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> None:
@@ -294,8 +277,6 @@ def _adapt_steps(accelerator: Any, optimizers: Sequence[Optimizer], models: Sequ
     problems: list[Problem | None] = []
     for optimizer in optimizers:
         plan = next((sharding.plan_of(model) for model in models if has_parameters_of(model, optimizer)), None)
-        if private.can_create_state(optimizer):
-            set_state_factory(optimizer, private.create_state)
         problems.append(apply_step_mode(optimizer, plan) if plan is not None else None)
         problems += [check_groups(optimizer, model) for model in models]
     script_arguments.print_or_raise([problem for problem in problems if problem is not None])
@@ -343,7 +324,5 @@ def prepare_for_evaluation(accelerator: Any, model: nn.Module) -> nn.Module:
     if not private.is_prepared(model):
         model.requires_grad_(False)
         model = shard_model(accelerator, model, is_first=False, is_trained=False)
-        plugin = planned_plugin(accelerator)
-        assert plugin is not None
-        plugin.evaluated_models[model] = None
+        accelerator.state.fsdp_plugin.evaluated_models[model] = None
     return model.eval()

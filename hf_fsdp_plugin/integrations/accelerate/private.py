@@ -1,8 +1,7 @@
-"""The private APIs of Accelerate and of torchao that this package uses; read from accelerate 1.15 and torchao 0.18.
+"""The private API of Accelerate that this package uses; read from accelerate 1.15.
 
-Accelerate is imported inside functions only, as ``install`` must not import it. torchao is never imported: an optimizer
-of it is recognized by its methods. Private functions that are replaced are listed in
-:mod:`hf_fsdp_plugin.integrations.hooks` instead.
+Accelerate is imported inside functions only, as ``install`` must not import it. Private functions that are replaced are
+listed in :mod:`hf_fsdp_plugin.integrations.hooks` instead.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import torch
 from torch import nn
 
 from hf_fsdp_plugin.axes import CONTEXT_AXIS
@@ -29,7 +27,6 @@ CONTRACTS = (
     *contracts_of(f"{_STATE}:PartialState", "refused", "FSDP on CPU ranks", "_shared_state", "_reset_state"),
     *contracts_of(f"{_STATE}:AcceleratorState", "refused", "FSDP on CPU ranks", "_shared_state"),
     *contracts_of(f"{_STATE}:GradientState", "refused", "a comparison of FSDP versions", "_shared_state"),
-    *contracts_of("torchao.optim.adam:_AdamBase", "refused", "state of torchao's optimizers", "_new_buffer"),
 )  # fmt: skip
 
 
@@ -40,8 +37,7 @@ def is_accelerator(obj: Any) -> bool:
 
 def prepared_models(accelerator: Any) -> list[nn.Module]:
     """Return the list of models that ``prepare`` has registered. Callers may append to it."""
-    models: list[nn.Module] = accelerator._models
-    return models
+    return accelerator._models
 
 
 def prepared_optimizers(accelerator: Any) -> list[Any]:
@@ -86,8 +82,7 @@ def shared_state() -> dict[str, Any]:
     """Return the state that all Accelerators of the process share; empty before the first one."""
     from accelerate.state import AcceleratorState
 
-    state: dict[str, Any] = AcceleratorState._shared_state
-    return state
+    return AcceleratorState._shared_state
 
 
 def reset_single_process_state(state: Any) -> None:
@@ -131,17 +126,6 @@ class SharedStates:
         from accelerate.state import AcceleratorState, GradientState, PartialState
 
         return PartialState._shared_state, AcceleratorState._shared_state, GradientState._shared_state
-
-
-def can_create_state(optimizer: Any) -> bool:
-    """Whether ``create_state`` works for the optimizer: it is an 8-bit, 4-bit or fp8 Adam of torchao."""
-    return hasattr(optimizer, "_new_buffer") and type(optimizer).__module__.startswith("torchao.")
-
-
-def create_state(optimizer: Any, parameter: torch.Tensor, key: str) -> torch.Tensor:
-    """Return the state tensor ``key`` of a parameter as in the first step: zeros, quantized if the shard is large."""
-    state: torch.Tensor = optimizer._new_buffer(parameter, key == "exp_avg")
-    return state
 
 
 guard_functions(globals(), CONTRACTS)

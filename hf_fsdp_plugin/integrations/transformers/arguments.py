@@ -13,12 +13,7 @@ from hf_fsdp_plugin.messages import print_warnings
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 from hf_fsdp_plugin.sources.accelerate_file import read_fsdp_config
 from hf_fsdp_plugin.sources.interface import Sources
-from hf_fsdp_plugin.sources.script_objects import (
-    ARGUMENTS,
-    DISTRIBUTED_CONFIG,
-    FSDP_SIZES,
-    read_distributed_config,
-)
+from hf_fsdp_plugin.sources.script_objects import ARGUMENTS, DISTRIBUTED_CONFIG, FSDP_SIZES, read_distributed_config
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.strategies import STRATEGIES
 
@@ -99,12 +94,10 @@ def prepare_distribute_model(
     if distributed_config is None:
         return original(distributed_config, *args, **kwargs)
     session().ask_for_fsdp()
-    is_dict = isinstance(distributed_config, dict)
-    given = Sources(distributed_config=distributed_config, environ={})
-    read = read_distributed_config(given) if is_dict else None
-    if unknown := [problem for problem in read.problems if problem.code == "FSDP-E020"] if read is not None else []:
+    read = read_distributed_config(Sources(distributed_config=distributed_config, environ={}))
+    if read is not None and (unknown := [problem for problem in read.problems if problem.code == "FSDP-E020"]):
         raise SpecError(unknown)
-    fields = distributed_config if is_dict else vars(distributed_config)
+    fields = distributed_config if isinstance(distributed_config, dict) else vars(distributed_config)
     sizes = [fields.get(name) for name in FSDP_SIZES]
     if any(isinstance(size, int) and size > 1 for size in sizes):
         device_map = kwargs.get("device_map", args[0] if args else None)

@@ -216,9 +216,7 @@ def _report_private_memory(model: nn.Module, reason: str) -> None:
     """Print that every rank has its own copy of the weights, with its size."""
     num_bytes = parameter_memory(model.parameters()).private_bytes
     if num_bytes:
-        message = (
-            f"every rank loads {type(model).__name__} into its own memory, {format_bytes(num_bytes)} on each rank, "
-            f"because {reason}."
-        )
+        message = f"every rank loads {type(model).__name__} into its own memory, {format_bytes(num_bytes)} on each "
+        message += f"rank, because {reason}."
         fix = "Provide that memory for each rank, or load unquantized weights from safetensors files."
         print_once(Problem(code="FSDP-W660", setting="loading.ram_efficient", message=message, fix=fix))

@@ -24,7 +24,7 @@ from accelerate.utils.modeling import is_peft_model
 from transformers.utils import logging
 
 from hf_fsdp_plugin.backends.ranks.agreement import collective_call, gather_objects, on_all_ranks
-from hf_fsdp_plugin.backends.sharding.forwards import send_buffers
+from hf_fsdp_plugin.backends.sharding.buffers import send_buffers
 from hf_fsdp_plugin.backends.sharding.shard import ModuleLocation, locate_module
 from hf_fsdp_plugin.checkpoint.names import HF_MODEL, safetensors_file
 from hf_fsdp_plugin.checkpoint.shards import ModelShards
@@ -186,9 +186,7 @@ def _check_given_state(model: Any, place: ModuleLocation, state: Mapping[str, An
     parts = [f"lacks {plural(len(missing), 'weight')} of the model ({format_names(missing, 3)})"] if missing else []
     parts += [f"has parts of {plural(len(partial), 'weight')} ({format_names(partial, 3)})"] if partial else []
     if parts:
-        message = (
-            f"the state_dict passed to save_pretrained {' and '.join(parts)}, so the saved model would be incomplete."
-        )
+        message = f"the state_dict of save_pretrained {' and '.join(parts)}, so the saved model would be incomplete."
         fix = "Pass the result of accelerator.get_state_dict(model), which all ranks must call, on the main process."
         raise SpecError([Problem(code="FSDP-E671", message=message, fix=fix)])
 

@@ -73,8 +73,7 @@ def stored_state(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.
     """Return ``state`` with the names and shapes in which Transformers stores it, for example with split experts."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    stored: dict[str, torch.Tensor] = revert_weight_conversion(model, state)
-    return stored
+    return revert_weight_conversion(model, state)
 
 
 def run_folder(trainer: Any, trial: Any) -> Path:

@@ -38,11 +38,7 @@ from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import attributes_in_block, current_run, session
 from hf_fsdp_plugin.integrations.transformers import private
 from hf_fsdp_plugin.integrations.transformers.arguments import fsdp_arguments
-from hf_fsdp_plugin.integrations.transformers.checkpoints import (
-    checkpoint_to_resume,
-    load_other_model,
-    save_checkpoint,
-)
+from hf_fsdp_plugin.integrations.transformers.checkpoints import checkpoint_to_resume, load_other_model, save_checkpoint
 from hf_fsdp_plugin.integrations.transformers.preemption import AgreedCheckpoint
 from hf_fsdp_plugin.messages import print_once, print_warnings
 from hf_fsdp_plugin.plan.fsdp_plan import torch_dtype
@@ -142,10 +138,8 @@ class StartChecks(TrainerCallback):
             return
         num_dims = [set(map(len, shapes)) for shapes in flat_shapes(model)]
         if any(min(found) < 2 <= max(found) for found in num_dims):
-            message = (
-                f"weight_decay={args.weight_decay:g} applies to biases and norms too: without use_orig_params "
-                "the parameters of a unit are one flat parameter of the optimizer. Otherwise the Trainer excludes them."
-            )
+            message = f"weight_decay={args.weight_decay:g} applies to biases and norms too: without use_orig_params "
+            message += "the parameters of a unit are one flat parameter. Otherwise the Trainer excludes them."
             fix = "Set fsdp_use_orig_params: true, or use FSDP2."
             print_once(Problem(code="FSDP-W692", setting="params.use_orig", message=message, fix=fix))
 
@@ -258,11 +252,9 @@ def _report_training(trainer: Any) -> None:
 
 def _full_eval(trainer: Any) -> Literal["bf16", "fp16"] | None:
     """Return the dtype of an evaluation of the whole model, unless FSDP computes in it anyway; ``None`` for none."""
-    plugin = planned_plugin(trainer.accelerator)
-    assert plugin is not None
     asked: Literal["bf16", "fp16"] | None = "fp16" if trainer.args.fp16_full_eval else None
     asked = "bf16" if trainer.args.bf16_full_eval else asked
-    return None if asked == plugin.spec.precision.param else asked
+    return None if asked == trainer.accelerator.state.fsdp_plugin.spec.precision.param else asked
 
 
 def _without_full_eval(trainer: Any) -> AbstractContextManager[None]:
@@ -275,8 +267,7 @@ def _own_create_optimizer(trainer: Any) -> Callable[..., Any]:
     method = vars(trainer).get("create_optimizer")
     if isinstance(method, partial) and method.func is create_optimizer:
         return partial(type(trainer).create_optimizer, trainer)
-    own: Callable[..., Any] = trainer.create_optimizer
-    return own
+    return trainer.create_optimizer
 
 
 def create_optimizer(trainer: Any, create: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -391,9 +382,7 @@ def _scale_as_mean(trainer: Any, model: Any) -> None:
     factor = ranks * trainer.args.gradient_accumulation_steps
     if factor > 1:
         name = type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
-        message = (
-            f"the forward of {name} accepts {_NUM_ITEMS} and ignores it. Transformers multiplies the loss and the "
-            f"gradients of such a model by the ranks and the accumulated batches, here by {factor}. This run does not."
-        )
+        message = f"the forward of {name} accepts {_NUM_ITEMS} and ignores it. Transformers multiplies its loss and "
+        message += f"gradients by the ranks and the accumulated batches, here by {factor}. This run does not."
         fix = "Divide losses of runs without this package by that number to compare them."
         print_once(Problem(code="FSDP-N644", message=message, fix=fix))

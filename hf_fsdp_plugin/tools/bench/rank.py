@@ -35,6 +35,7 @@ from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, torch_dtype
 from hf_fsdp_plugin.plan.meta_model import config_and_class, meta_model
 from hf_fsdp_plugin.plan.resolve import resolve
+from hf_fsdp_plugin.rank_variables import launched_local_rank
 from hf_fsdp_plugin.sources.handover import LaunchHandover
 from hf_fsdp_plugin.sources.interface import SourceSettings
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
@@ -266,7 +267,7 @@ def main(folder: Path) -> None:
     uninstall()  # each case installs what it needs
     printer().quiet = True  # the settings were checked by the verb
     warnings.simplefilter("ignore")
-    local_rank = int(os.environ["LOCAL_RANK"])
+    local_rank = launched_local_rank()
     table = get_device(job.device)
     table.set_current(local_rank)
     if not dist.is_initialized():  # install() starts one for some settings

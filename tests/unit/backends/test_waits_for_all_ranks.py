@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from hf_fsdp_plugin import rank_variables
 from hf_fsdp_plugin.backends.ranks import agreement
 from hf_fsdp_plugin.backends.ranks.agreement import (
     Round,
     announce_end,
-    arrival_limit,
     preparation_limit,
     wait_for_all_ranks,
 )
@@ -140,12 +140,12 @@ def test_problem_names_call_and_ranks(world: dist.Store) -> None:
 
 @pytest.mark.parametrize("value", ["none", "0", "-3", "nan"])
 def test_invalid_limit_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    monkeypatch.setenv(agreement.LIMIT_VARIABLE, value)
+    monkeypatch.setenv(rank_variables.ARRIVAL_LIMIT_VARIABLE, value)
     with pytest.raises(SpecError) as caught:
-        arrival_limit()
+        rank_variables.arrival_limit(45.0)
     assert [problem.code for problem in caught.value.problems] == ["FSDP-E674"]
-    monkeypatch.setenv(agreement.LIMIT_VARIABLE, "7.5")
-    assert arrival_limit() == 7.5
+    monkeypatch.setenv(rank_variables.ARRIVAL_LIMIT_VARIABLE, "7.5")
+    assert rank_variables.arrival_limit(45.0) == 7.5
 
 
 @pytest.mark.parametrize(("world_size", "first"), [(2, 0.001), (16, 0.001), (512, 0.032), (8192, 0.25)])

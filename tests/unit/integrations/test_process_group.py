@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 import hf_fsdp_plugin as hfp
+from hf_fsdp_plugin.backends.ranks import cluster
 from hf_fsdp_plugin.integrations import install
-from hf_fsdp_plugin.integrations.accelerate import accelerator
 from hf_fsdp_plugin.integrations.accelerate.accelerator import init_partial_state
 from hf_fsdp_plugin.integrations.patching import changes
 from hf_fsdp_plugin.integrations.session import attributes_in_block, session
@@ -66,8 +66,8 @@ def added(before: dict[str, str]) -> dict[str, str]:
 def test_large_world_sets_gloo_before_the_process_group(
     environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(accelerator, "gloo_interface", lambda environ: ("", None))
-    monkeypatch.setattr(accelerator, "raise_file_limit", lambda world_size: None)
+    monkeypatch.setattr(cluster, "gloo_interface", lambda environ: ("", None))
+    monkeypatch.setattr(cluster, "raise_file_limit", lambda world_size: None)
     monkeypatch.setenv("WORLD_SIZE", "512")
     seen: list[str | None] = []
     init_partial_state(
@@ -127,8 +127,8 @@ def test_network_is_prepared_before_the_process_group(
     environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[dict[str, str]] = []
-    monkeypatch.setattr(accelerator, "gloo_interface", lambda environ: ("eth7", None))
-    monkeypatch.setattr(accelerator, "raise_file_limit", lambda world_size: seen.append({"world": str(world_size)}))
+    monkeypatch.setattr(cluster, "gloo_interface", lambda environ: ("eth7", None))
+    monkeypatch.setattr(cluster, "raise_file_limit", lambda world_size: seen.append({"world": str(world_size)}))
     accelerate_state = SimpleNamespace(initialized=False, device=None)
     init_partial_state(lambda *_, **__: seen.append(added(environment)), accelerate_state, cpu=True)
     assert seen == [{"world": "2"}, {"GLOO_SOCKET_IFNAME": "eth7"}]
