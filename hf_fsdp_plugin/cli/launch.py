@@ -25,7 +25,7 @@ from hf_fsdp_plugin.cli.main import tool
 from hf_fsdp_plugin.cli.output import exit_code, in_line_order, print_problems
 from hf_fsdp_plugin.launcher import flags
 from hf_fsdp_plugin.launcher import world as worlds
-from hf_fsdp_plugin.launcher.rank_environment import RankJob, launch_env, rank_command
+from hf_fsdp_plugin.launcher.ranks import RankJob, launch_env, rank_command
 from hf_fsdp_plugin.launcher.run_script import check_script
 from hf_fsdp_plugin.problems import Problem, SpecError, UsageError
 from hf_fsdp_plugin.rank_variables import POD_ID_VARIABLE, RUN_ID_VARIABLE, exit_limit, hang_limit
