@@ -30,11 +30,11 @@ from hf_fsdp_plugin.launcher.run_script import check_script
 from hf_fsdp_plugin.problems import Problem, SpecError, UsageError
 from hf_fsdp_plugin.rank_variables import POD_ID_VARIABLE, RUN_ID_VARIABLE, exit_limit, hang_limit
 from hf_fsdp_plugin.sources import environment
-from hf_fsdp_plugin.sources.command_line import flag_name, parse_flags
+from hf_fsdp_plugin.sources.command_line import flag_name
 from hf_fsdp_plugin.sources.handover import LaunchHandover
 from hf_fsdp_plugin.sources.interface import Sources, SourceSettings
 from hf_fsdp_plugin.sources.tree import ConfigFile
-from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec, LaunchSection
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 
 _OF_ONE_MACHINE = frozenset({"launch.machine_rank", "launch.main_process_ip", "launch.gpu_ids"})
 """Settings that may differ between machines."""
@@ -63,8 +63,6 @@ def run_launch(arguments: flags.LaunchArguments) -> int:
 def _with_variables(arguments: flags.LaunchArguments) -> flags.LaunchArguments:
     """Add the options that the variables of torchrun set, as in a pod of Kubernetes, and that no flag sets."""
     found = environment.torchrun_options(os.environ)
-    if any(flag.name == "num_machines" for flag in parse_flags(arguments.command_line)):
-        found.pop("min_machines", None)
     given = {name: value for name, value in found.items() if name not in arguments.options}
     restarts = given.get("max_restarts", "0")
     if not re.fullmatch(dict(_NUMBERS)["max_restarts"], restarts):
@@ -94,9 +92,7 @@ def _launch(arguments: flags.LaunchArguments) -> int:
 
 
 def _run_ranks(arguments: flags.LaunchArguments, spec: FsdpSpec, world: worlds.World, handover: LaunchHandover) -> int:
-    options = arguments.options
-    min_machines = int(options.get("min_machines", world.num_machines))
-    launch = _with_backend(spec, min_machines)
+    options, launch = arguments.options, spec.launch
     from hf_fsdp_plugin.launcher.rendezvous import Rendezvous  # lazy: imports torch
     from hf_fsdp_plugin.launcher.start_ranks import run_attempts
     from hf_fsdp_plugin.runs.restart_policy import Restarts
@@ -108,19 +104,14 @@ def _run_ranks(arguments: flags.LaunchArguments, spec: FsdpSpec, world: worlds.W
         restarts,
         facts=_facts(arguments, spec, world),
         conf=options.get("rdzv_conf", ""),
-        min_machines=min_machines,
         notice=lambda problem: _print_notices(arguments, problem),
     )
     if world.num_machines > 1:
-        some = f"{min_machines} to " if min_machines < world.num_machines else ""
-        _print_notices(
-            arguments, f"waiting for {some}{world.num_machines} machines at {worlds.rendezvous_address(launch)}"
-        )
+        _print_notices(arguments, f"waiting for {world.num_machines} machines at {worlds.rendezvous_address(launch)}")
 
     def describe_start() -> None:
-        met = replace(world, num_machines=rendezvous.num_machines)
         machine, address = rendezvous.machine, rendezvous.address
-        _print_notices(arguments, worlds.describe_world(met, launch, machine=machine, address=address))
+        _print_notices(arguments, worlds.describe_world(world, launch, machine=machine, address=address))
 
     job = RankJob(
         on_start=describe_start,
@@ -138,17 +129,6 @@ def _run_ranks(arguments: flags.LaunchArguments, spec: FsdpSpec, world: worlds.W
     return run_attempts(job, rendezvous)
 
 
-def _with_backend(spec: FsdpSpec, min_machines: int) -> LaunchSection:
-    """Return the settings of the launcher, with the rendezvous that a range of machines needs."""
-    launch = spec.launch
-    if min_machines == launch.num_machines or launch.rdzv_backend != "static":
-        return launch
-    if spec.asked("launch.rdzv_backend"):
-        given = f"--num_machines {min_machines}:{launch.num_machines}"
-        raise UsageError(f"{given} allows machines to leave and join, and static does not: pass --rdzv_backend c10d.")
-    return replace(launch, rdzv_backend="c10d")
-
-
 def _run_id(options: Mapping[str, str]) -> str:
     """Return the id that the user or the cluster has given the run; empty without one."""
     return options.get("run_id") or os.environ.get(RUN_ID_VARIABLE) or os.environ.get(POD_ID_VARIABLE, "")
@@ -161,7 +141,7 @@ def _facts(arguments: flags.LaunchArguments, spec: FsdpSpec, world: worlds.World
         "the number of ranks": f"{world.num_local} on {world.device}",
         "the run": _run_id(options) or os.environ.get("SLURM_JOB_ID", "") or "without an id",
         "the version of hf_fsdp_plugin": hf_fsdp_plugin.__version__,
-        "--num_machines": f"{options.get('min_machines', world.num_machines)}:{world.num_machines}",
+        "--num_machines": str(world.num_machines),
         "--max_restarts": options.get("max_restarts", "0"),
         "the script": f"`{shlex.join([arguments.script, *arguments.script_args])}`",
         **{name: repr(value) for name, value, _ in spec.settings() if name not in _OF_ONE_MACHINE},
