@@ -14,7 +14,7 @@ import re
 import shlex
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -30,9 +30,8 @@ from hf_fsdp_plugin.launcher.run_script import check_script
 from hf_fsdp_plugin.problems import Problem, SpecError, UsageError
 from hf_fsdp_plugin.rank_variables import POD_ID_VARIABLE, RUN_ID_VARIABLE, exit_limit, hang_limit
 from hf_fsdp_plugin.sources import environment
-from hf_fsdp_plugin.sources.command_line import flag_name
 from hf_fsdp_plugin.sources.handover import LaunchHandover
-from hf_fsdp_plugin.sources.interface import Sources, SourceSettings
+from hf_fsdp_plugin.sources.interface import Sources
 from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 
@@ -88,7 +87,11 @@ def _launch(arguments: flags.LaunchArguments) -> int:
     world = worlds.resolve_world(spec, worlds.find_devices())
     _print_notices(arguments, *world.problems)
     _print_notices(arguments, *notes)
-    return _run_ranks(arguments, spec, world, _handover(arguments, given))
+    options, report = arguments.options, environment.absolute_path(arguments.options.get("report"))
+    handover = LaunchHandover(
+        given=tuple(given), quiet="quiet" in options, report=report, report_table="report_table" in options
+    )
+    return _run_ranks(arguments, spec, world, handover)
 
 
 def _run_ranks(arguments: flags.LaunchArguments, spec: FsdpSpec, world: worlds.World, handover: LaunchHandover) -> int:
@@ -153,8 +156,6 @@ def _check_usage(arguments: flags.LaunchArguments) -> None:
     if not arguments.script:
         raise UsageError("no script. Usage: hf-fsdp launch [FLAGS] SCRIPT [ARGS ...]")
     check_script(arguments)
-    if options.get("show_ranks", "main") not in ("main", "all"):
-        raise UsageError(f"--show_ranks is {options['show_ranks']!r}; expected main or all.")
     for name in ("json", "model"):
         if name in options and "dry_run" not in options:
             raise UsageError(f"--{name} needs --dry_run.")
@@ -191,23 +192,10 @@ def _sources(arguments: flags.LaunchArguments) -> Sources:
         _print_notices(arguments, f"no --config_file: reading Accelerate's default config file {config.shown}")
     sources = Sources(
         config=config,
-        command_line=tuple(_with_absolute_path(flag) for flag in arguments.command_line),
+        command_line=arguments.command_line,
         overrides=arguments.overrides,
-        environ={**environment.user_variables(os.environ), **environment.torchrun_variables(os.environ)},
     )
     return cast(Sources, tool("convert.conversion").with_converted_config(sources, arguments.script_args))
-
-
-def _handover(arguments: flags.LaunchArguments, given: Sequence[SourceSettings]) -> LaunchHandover:
-    options = arguments.options
-    report, table = environment.absolute_path(options.get("report")), "report_table" in options
-    return LaunchHandover(given=tuple(given), quiet="quiet" in options, report=report, report_table=table)
-
-
-def _with_absolute_path(flag: str) -> str:
-    name, _, value = flag.partition("=")
-    is_path = flag_name(name) == "fsdp_config" and "{" not in value and Path(value).exists()
-    return f"{name}={environment.absolute_path(value)}" if is_path else flag
 
 
 def _command(arguments: flags.LaunchArguments) -> list[str]:

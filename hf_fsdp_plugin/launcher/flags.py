@@ -166,7 +166,7 @@ def add_launch_flags(parser: Parser) -> None:
     for name, (value, about) in FLAG_TABLES["launch"].items():
         if name not in known:
             flags = [f"--{name}", *([_SHORT[name]] if name in _SHORT else [])]
-            choices = Suggested(value.split("|")) if "|" in value and value.islower() else None
+            choices = value.split("|") if "|" in value and value.islower() else None
             kind: dict[str, Any] = {"action": _LauncherFlag, "metavar": value, "choices": choices}
             if not value:
                 kind = {"action": "store_const", "const": "true"}

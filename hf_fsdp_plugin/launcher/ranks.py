@@ -29,7 +29,7 @@ from hf_fsdp_plugin.devices import get_device
 from hf_fsdp_plugin.hangs.python_stacks import request_stack
 from hf_fsdp_plugin.hangs.watch_files import RankFiles
 from hf_fsdp_plugin.launcher.flags import LaunchArguments
-from hf_fsdp_plugin.launcher.world import World, num_threads
+from hf_fsdp_plugin.launcher.world import World, num_cores
 from hf_fsdp_plugin.runs.failures import RankExit, read_exit
 from hf_fsdp_plugin.runs.restart_policy import Restarts
 from hf_fsdp_plugin.sources.handover import LaunchHandover
@@ -101,9 +101,10 @@ def rank_env(job: RankJob, files: RankFiles, restarts: Restarts, store: Mapping[
 def settings_env(spec: FsdpSpec, world: World, arguments: LaunchArguments) -> dict[str, str]:
     """Return the environment variables that must be set before a script imports Accelerate or Transformers."""
     threads = arguments.options.get("num_cpu_threads_per_process")
+    share = str(max(1, num_cores() // world.num_local))
     given, launch, is_cuda = os.environ, spec.launch, world.device == "cuda"
     rows = (
-        (threads or "OMP_NUM_THREADS" not in given, "OMP_NUM_THREADS", threads or str(num_threads(world.num_local))),
+        (threads or "OMP_NUM_THREADS" not in given, "OMP_NUM_THREADS", threads or share),
         (world.device == "cpu", "ACCELERATE_USE_CPU", "true"),
         (spec.asked("launch.mixed_precision"), "ACCELERATE_MIXED_PRECISION", launch.mixed_precision),
         (spec.loading.ram_efficient, "ACCELERATE_USE_FSDP", "true"),  # from_pretrained reads this and the next one

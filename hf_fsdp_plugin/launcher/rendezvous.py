@@ -1,7 +1,7 @@
 """How the launchers of a run meet before each attempt, by torch's rendezvous, and what they tell each other.
 
 One machine uses torch's static rendezvous on a free port. Several use the backend of ``--rdzv_backend``: ``static``,
-where ``--machine_rank`` numbers the machines, or ``c10d``, where machines may leave, and join at a restart. When all
+where ``--machine_rank`` numbers the machines, or ``c10d``, where a lost machine may come back at a restart. When all
 have met, they compare what each is about to run, and take the failed attempts of the machine that knows most. The
 launcher of machine 0 opens a store for the ranks of each attempt: torch's own is the same for all attempts, and
 contains the addresses of killed ranks (pytorch#167288).

@@ -98,11 +98,6 @@ class RankExit:
         return self.failure is not None and _WAITED in self.failure.get("codes", ())
 
     @property
-    def may_disagree(self) -> bool:
-        """Whether its failure is one that ranks in different collectives have."""
-        return self.code == -signal.SIGABRT or self.has_lost_connection
-
-    @property
     def counts(self) -> Counts | None:
         """Its optimizer steps and forwards; ``None`` if they were not counted."""
         return self.calls.counts if self.calls is not None else None
@@ -308,7 +303,7 @@ def _describe_others(first: RankExit, result: AttemptResult, *, debug: bool) -> 
 
 def explain_failure(first: RankExit, result: AttemptResult) -> Problem | None:
     """Return why a rank has lost the connection or was aborted; ``None`` if nothing is known but its own error."""
-    if not first.may_disagree:
+    if first.code != -signal.SIGABRT and not first.has_lost_connection:
         return None
     compared = compare_calls(rank.calls for rank in result.exits if rank.calls is not None)
     gone = [rank for rank in result.exits if rank.left_silently]

@@ -212,12 +212,6 @@ def default_config_file(variables: Mapping[str, str]) -> ConfigFile | None:
     return next((ConfigFile(path=path, shown=str(path)) for path in paths if path.is_file()), None)
 
 
-def user_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that can be settings."""
-    prefixes = ("FSDP_", "ACCELERATE_", "PARALLELISM_")
-    return {name: value for name, value in environ.items() if name.startswith(prefixes)}
-
-
 def absolute_path(path: str | None) -> str | None:
     """Make `path` absolute, so that it stays valid when the script changes its working directory."""
     return None if path is None else str(Path(path).expanduser().absolute())

@@ -38,7 +38,7 @@ def launch(hf_fsdp: Callable) -> Callable[..., tuple[int, str, str]]:
         (["--fsdp_offload_param", "true", "train.py"], "Did you mean --fsdp_offload_params?"),
         (["--use_deepspeed", "train.py"], "--use_deepspeed is not supported: this launcher runs FSDP only"),
         (["--max_restarts", "some", "train.py"], "--max_restarts is 'some'; expected a number"),
-        (["--show-ranks", "some", "train.py"], "--show_ranks is 'some'; expected main or all"),
+        (["--show-ranks", "some", "train.py"], "--show_ranks: invalid choice: 'some'"),
         (["--grace", "soon", "train.py"], "--grace is 'soon'; expected a number"),
         (["--hang_timeout", "soon", "train.py"], "--hang_timeout is 'soon'; expected seconds"),
         (["missing.py"], "missing.py: no such script"),
