@@ -22,11 +22,7 @@ _EXPORTS = {
     "integrations.reports": ("report",),
     "integrations.save_requests": ("end_requested_save", "save_requested"),
     "integrations.transformers.loading": ("from_pretrained",),
-    "integrations.transformers.trainer": (
-        "FsdpTrainer",
-        "FsdpTrainerMixin",
-        "FsdpTrainingArguments",
-    ),
+    "integrations.transformers.trainer": ("FsdpTrainer", "FsdpTrainerMixin", "FsdpTrainingArguments"),
     "plan.fsdp_plan": ("FsdpPlan",),
     "plan.resolve": ("resolve",),
     "problems": ("Origin", "Problem", "SpecError"),

@@ -26,7 +26,7 @@ from typing import Any, Final, Literal, ParamSpec, TypeVar
 
 import yaml
 
-from hf_fsdp_plugin.messages import printer
+from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.supported import SUPPORTED, installed_versions, release_of
 
@@ -256,7 +256,7 @@ def off_without(
             try:
                 return function(*args, **kwargs)
             except ContractError as error:
-                printer().print_once(off_warning(error))
+                print_once(off_warning(error))
                 return default
 
         return call

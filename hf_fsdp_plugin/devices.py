@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
+import resource
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -93,11 +93,7 @@ class Device:
         """Largest number of bytes in use so far, as measured by ``peak_source``."""
         if not self._is_cpu:
             return self._module.max_memory_allocated()
-        import resource  # does not exist on Windows, which FSDP does not support either
-
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        # Linux reports KiB, macOS bytes (getrusage(2) of each).
-        return peak if sys.platform == "darwin" else peak * 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux reports KiB (getrusage(2))
 
     def total_memory(self) -> int | None:
         """Memory of the current device in bytes, on the CPU that of the machine; ``None`` if it is unknown."""

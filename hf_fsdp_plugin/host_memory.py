@@ -10,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Final
 
+import psutil
+
 SYSTEM = Path("/")
 """The folder that contains ``proc`` and ``sys``."""
 _V1: Final = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -17,15 +19,14 @@ _V2: Final = ("memory.max", "memory.current", "inactive_file")
 """Files with the limit and the usage of a group, and the page cache in ``memory.stat`` that the kernel frees first."""
 
 
-def available_memory() -> int | None:
-    """Return the bytes that processes can still allocate here: the least of all limits. ``None`` if none is known."""
-    kernel = _numbers(SYSTEM / "proc/meminfo").get("MemAvailable:")
-    limits = [] if kernel is None else [kernel * 1024]
+def available_memory() -> int:
+    """Return the bytes that processes can still allocate here: the least of all limits."""
+    limits = [psutil.virtual_memory().available]
     for folder, (limit, usage, cache) in _groups():
         most, used = _number(folder / limit), _number(folder / usage)
         if most is not None and used is not None:
             limits.append(max(0, most - used + _numbers(folder / "memory.stat").get(cache, 0)))
-    return min(limits, default=None)
+    return min(limits)
 
 
 def _groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:

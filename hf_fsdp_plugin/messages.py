@@ -49,17 +49,6 @@ class MessagePrinter:
         if is_first and not self.quiet and launched_rank() == 0:
             print(f"hf-fsdp: {line}", file=sys.stderr, flush=True)
 
-    def print_warnings(self, problems: Iterable[Problem], *, printed_by_launcher: bool = False) -> None:
-        """Print the warnings among ``problems``, each one once."""
-        for problem in problems:
-            if problem.severity == "warning":
-                self.print_once(problem, printed_by_launcher=printed_by_launcher)
-
-    def close(self) -> None:
-        """Forget what was printed."""
-        self.quiet, self.listener = False, None
-        self._printed.clear()
-
 
 printer = process.owns(MessagePrinter)
 """Return what prints the messages of this process."""
@@ -72,7 +61,9 @@ def print_once(message: object, *, printed_by_launcher: bool = False) -> None:
 
 def print_warnings(problems: Iterable[Problem], *, printed_by_launcher: bool = False) -> None:
     """Print the warnings among ``problems``, each one once."""
-    printer().print_warnings(problems, printed_by_launcher=printed_by_launcher)
+    for problem in problems:
+        if problem.severity == "warning":
+            print_once(problem, printed_by_launcher=printed_by_launcher)
 
 
 @contextmanager

@@ -80,9 +80,6 @@ class Observers:
     def remove(self, observer: Observer) -> None:
         self._observers = tuple(each for each in self._observers if each is not observer)
 
-    def close(self) -> None:
-        self._observers = ()
-
     def notify(self, event: str, *args: Any, **kwargs: Any) -> None:
         """Call the method of each observer that has the name of the event."""
         for observer in self._observers:

@@ -14,7 +14,7 @@ import re
 import shlex
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -25,16 +25,15 @@ from hf_fsdp_plugin.cli.main import tool
 from hf_fsdp_plugin.cli.output import exit_code, in_line_order, print_problems
 from hf_fsdp_plugin.launcher import flags
 from hf_fsdp_plugin.launcher import world as worlds
-from hf_fsdp_plugin.launcher.rank_environment import RankJob, launch_env, rank_command
+from hf_fsdp_plugin.launcher.ranks import RankJob, launch_env, rank_command
 from hf_fsdp_plugin.launcher.run_script import check_script
 from hf_fsdp_plugin.problems import Problem, SpecError, UsageError
 from hf_fsdp_plugin.rank_variables import POD_ID_VARIABLE, RUN_ID_VARIABLE, exit_limit, hang_limit
 from hf_fsdp_plugin.sources import environment
-from hf_fsdp_plugin.sources.command_line import flag_name, parse_flags
 from hf_fsdp_plugin.sources.handover import LaunchHandover
-from hf_fsdp_plugin.sources.interface import Sources, SourceSettings
+from hf_fsdp_plugin.sources.interface import Sources
 from hf_fsdp_plugin.sources.tree import ConfigFile
-from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec, LaunchSection
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 
 _OF_ONE_MACHINE = frozenset({"launch.machine_rank", "launch.main_process_ip", "launch.gpu_ids"})
 """Settings that may differ between machines."""
@@ -63,8 +62,6 @@ def run_launch(arguments: flags.LaunchArguments) -> int:
 def _with_variables(arguments: flags.LaunchArguments) -> flags.LaunchArguments:
     """Add the options that the variables of torchrun set, as in a pod of Kubernetes, and that no flag sets."""
     found = environment.torchrun_options(os.environ)
-    if any(flag.name == "num_machines" for flag in parse_flags(arguments.command_line)):
-        found.pop("min_machines", None)
     given = {name: value for name, value in found.items() if name not in arguments.options}
     restarts = given.get("max_restarts", "0")
     if not re.fullmatch(dict(_NUMBERS)["max_restarts"], restarts):
@@ -90,13 +87,15 @@ def _launch(arguments: flags.LaunchArguments) -> int:
     world = worlds.resolve_world(spec, worlds.find_devices())
     _print_notices(arguments, *world.problems)
     _print_notices(arguments, *notes)
-    return _run_ranks(arguments, spec, world, _handover(arguments, given))
+    options, report = arguments.options, environment.absolute_path(arguments.options.get("report"))
+    handover = LaunchHandover(
+        given=tuple(given), quiet="quiet" in options, report=report, report_table="report_table" in options
+    )
+    return _run_ranks(arguments, spec, world, handover)
 
 
 def _run_ranks(arguments: flags.LaunchArguments, spec: FsdpSpec, world: worlds.World, handover: LaunchHandover) -> int:
-    options = arguments.options
-    min_machines = int(options.get("min_machines", world.num_machines))
-    launch = _with_backend(spec, min_machines)
+    options, launch = arguments.options, spec.launch
     from hf_fsdp_plugin.launcher.rendezvous import Rendezvous  # lazy: imports torch
     from hf_fsdp_plugin.launcher.start_ranks import run_attempts
     from hf_fsdp_plugin.runs.restart_policy import Restarts
@@ -108,19 +107,14 @@ def _run_ranks(arguments: flags.LaunchArguments, spec: FsdpSpec, world: worlds.W
         restarts,
         facts=_facts(arguments, spec, world),
         conf=options.get("rdzv_conf", ""),
-        min_machines=min_machines,
         notice=lambda problem: _print_notices(arguments, problem),
     )
     if world.num_machines > 1:
-        some = f"{min_machines} to " if min_machines < world.num_machines else ""
-        _print_notices(
-            arguments, f"waiting for {some}{world.num_machines} machines at {worlds.rendezvous_address(launch)}"
-        )
+        _print_notices(arguments, f"waiting for {world.num_machines} machines at {worlds.rendezvous_address(launch)}")
 
     def describe_start() -> None:
-        met = replace(world, num_machines=rendezvous.num_machines)
         machine, address = rendezvous.machine, rendezvous.address
-        _print_notices(arguments, worlds.describe_world(met, launch, machine=machine, address=address))
+        _print_notices(arguments, worlds.describe_world(world, launch, machine=machine, address=address))
 
     job = RankJob(
         on_start=describe_start,
@@ -138,17 +132,6 @@ def _run_ranks(arguments: flags.LaunchArguments, spec: FsdpSpec, world: worlds.W
     return run_attempts(job, rendezvous)
 
 
-def _with_backend(spec: FsdpSpec, min_machines: int) -> LaunchSection:
-    """Return the settings of the launcher, with the rendezvous that a range of machines needs."""
-    launch = spec.launch
-    if min_machines == launch.num_machines or launch.rdzv_backend != "static":
-        return launch
-    if spec.asked("launch.rdzv_backend"):
-        given = f"--num_machines {min_machines}:{launch.num_machines}"
-        raise UsageError(f"{given} allows machines to leave and join, and static does not: pass --rdzv_backend c10d.")
-    return replace(launch, rdzv_backend="c10d")
-
-
 def _run_id(options: Mapping[str, str]) -> str:
     """Return the id that the user or the cluster has given the run; empty without one."""
     return options.get("run_id") or os.environ.get(RUN_ID_VARIABLE) or os.environ.get(POD_ID_VARIABLE, "")
@@ -161,7 +144,7 @@ def _facts(arguments: flags.LaunchArguments, spec: FsdpSpec, world: worlds.World
         "the number of ranks": f"{world.num_local} on {world.device}",
         "the run": _run_id(options) or os.environ.get("SLURM_JOB_ID", "") or "without an id",
         "the version of hf_fsdp_plugin": hf_fsdp_plugin.__version__,
-        "--num_machines": f"{options.get('min_machines', world.num_machines)}:{world.num_machines}",
+        "--num_machines": str(world.num_machines),
         "--max_restarts": options.get("max_restarts", "0"),
         "the script": f"`{shlex.join([arguments.script, *arguments.script_args])}`",
         **{name: repr(value) for name, value, _ in spec.settings() if name not in _OF_ONE_MACHINE},
@@ -173,8 +156,6 @@ def _check_usage(arguments: flags.LaunchArguments) -> None:
     if not arguments.script:
         raise UsageError("no script. Usage: hf-fsdp launch [FLAGS] SCRIPT [ARGS ...]")
     check_script(arguments)
-    if options.get("show_ranks", "main") not in ("main", "all"):
-        raise UsageError(f"--show_ranks is {options['show_ranks']!r}; expected main or all.")
     for name in ("json", "model"):
         if name in options and "dry_run" not in options:
             raise UsageError(f"--{name} needs --dry_run.")
@@ -211,23 +192,10 @@ def _sources(arguments: flags.LaunchArguments) -> Sources:
         _print_notices(arguments, f"no --config_file: reading Accelerate's default config file {config.shown}")
     sources = Sources(
         config=config,
-        command_line=tuple(_with_absolute_path(flag) for flag in arguments.command_line),
+        command_line=arguments.command_line,
         overrides=arguments.overrides,
-        environ={**environment.user_variables(os.environ), **environment.torchrun_variables(os.environ)},
     )
     return cast(Sources, tool("convert.conversion").with_converted_config(sources, arguments.script_args))
-
-
-def _handover(arguments: flags.LaunchArguments, given: Sequence[SourceSettings]) -> LaunchHandover:
-    options = arguments.options
-    report, table = environment.absolute_path(options.get("report")), "report_table" in options
-    return LaunchHandover(given=tuple(given), quiet="quiet" in options, report=report, report_table=table)
-
-
-def _with_absolute_path(flag: str) -> str:
-    name, _, value = flag.partition("=")
-    is_path = flag_name(name) == "fsdp_config" and "{" not in value and Path(value).exists()
-    return f"{name}={environment.absolute_path(value)}" if is_path else flag
 
 
 def _command(arguments: flags.LaunchArguments) -> list[str]:

@@ -105,9 +105,11 @@ def _run(verb: str, argv: Sequence[str]) -> int:
     except SpecError as error:
         return print_failure(error.problems, as_json=getattr(args, "json", False))
     except ModuleNotFoundError as error:
-        if (missing := missing_tool(error)) is None:
+        library = (error.name or "").partition(".")[0]
+        if library not in TOOLS:
             raise
-        print(f"{PROG} {verb}: {missing}", file=sys.stderr)
+        fix = 'Install it with the other tools: pip install "hf_fsdp_plugin[tools]"'
+        print(f"{PROG} {verb}: {library} is not installed. {fix}", file=sys.stderr)
         return USAGE
     except BrokenPipeError:  # the process that reads stdout (head, less) has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -118,14 +120,6 @@ def _run(verb: str, argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print(f"{PROG} {verb}: interrupted", file=sys.stderr)
         return INTERRUPTED
-
-
-def missing_tool(error: ModuleNotFoundError) -> str | None:
-    """Return what to install, if a library of the extra ``tools`` is missing; ``None`` for another module."""
-    library = (error.name or "").partition(".")[0]
-    if library not in TOOLS:
-        return None
-    return f'{library} is not installed. Install it with the other tools: pip install "hf_fsdp_plugin[tools]"'
 
 
 def verb_module(verb: str) -> ModuleType:

@@ -259,8 +259,7 @@ class CallRecord:
         self.unit = ""
         self._words = [0] * _STEPS + list(self._words[_STEPS:])
         self._memory: mmap.mmap | None = None
-        self._texts: dict[tuple[str, str, str, str], bytes] = {}
-        self._dtypes: dict[Any, str] = {}
+        self._texts: dict[tuple[Any, ...], bytes] = {}
         self._groups: dict[str, _GroupCount] = {}
         self._num_groups = 0
         self._pending: dict[int, int] = {}
@@ -315,9 +314,7 @@ class CallRecord:
                 tensors = tensors[0] if tensors else None
             if tensors is None:
                 return self._write(count, 0, operation)
-            dtype = tensors.dtype
-            name = self._dtypes.get(dtype) or self._dtypes.setdefault(dtype, format_dtype(dtype))
-            return self._write(count, tensors.numel(), operation, name)
+            return self._write(count, tensors.numel(), operation, tensors.dtype)
         except Exception:  # tensors of an unknown kind: the collective itself must not fail
             return self.last
 
@@ -330,13 +327,13 @@ class CallRecord:
         count = self._groups.get(group) or self._add(group, {"group": group, "ranks": []})
         return self._write(count, 0, operation, peer="" if peer is None else str(peer))
 
-    def _write(self, count: _GroupCount, num_elements: int, operation: str, dtype: str = "", peer: str = "") -> int:
+    def _write(self, count: _GroupCount, num_elements: int, operation: str, dtype: Any = "", peer: str = "") -> int:
         if self._memory is None:
             return self.last
         key = operation, dtype, peer, self.unit
         text = self._texts.get(key)
         if text is None:
-            text = self._texts[key] = _SEPARATOR.join(key).encode()
+            text = self._texts[key] = _SEPARATOR.join((operation, format_dtype(dtype), peer, self.unit)).encode()
         position = next(self._positions)  # atomic: other threads have collectives too
         count.number = number = count.number + 1
         at = _HEADER.size + position % NUM_SLOTS * _CALL.size

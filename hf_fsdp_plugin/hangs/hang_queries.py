@@ -93,19 +93,16 @@ class HangQueries:
         store: shared by all machines. It is not used if this machine has all ranks, which has nobody to ask.
         ranks: the ranks of this machine.
         world_size: number of ranks of all machines.
-        name: name of this machine in messages. By default its number, if the launcher has set it, and its host.
 
     Attributes:
         announced: the hang that another machine has announced; ``None`` without one.
     """
 
-    def __init__(
-        self, store: JobStore | None = None, *, ranks: Sequence[int] = (), world_size: int = 0, name: str = ""
-    ) -> None:
+    def __init__(self, store: JobStore | None = None, *, ranks: Sequence[int] = (), world_size: int = 0) -> None:
         self._store = store if len(ranks) < world_size else None
         self._ranks, self._world_size = tuple(ranks), world_size
         host, machine = socket.gethostname(), os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID")
-        self._name = name or (f"machine {machine} ({host})" if machine else f"machine {host}")
+        self._name = f"machine {machine} ({host})" if machine else f"machine {host}"
         self.announced: FoundHang | None = None
         self._is_named = False
         self._asked = self._answered = 0

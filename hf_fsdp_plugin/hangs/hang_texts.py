@@ -24,10 +24,7 @@ _STATES: Final = {
         "did not run, because its process was stopped by SIGSTOP or a debugger",
         "Let the process continue (kill -CONT), or debug with --hang_timeout 0.",
     ),
-    "unreachable": (
-        "is on {detail}, which does not answer",
-        "Check whether this machine runs and is reachable.",
-    ),
+    "unreachable": ("is on {detail}, which does not answer", "Check whether this machine runs and is reachable."),
 }
 """What has happened to a rank that does not run (see ``RankCalls.state``), and what to do."""
 _SAME_CALLS: Final = (

@@ -29,7 +29,7 @@ from hf_fsdp_plugin.hangs.calls import Counts
 from hf_fsdp_plugin.state import process
 from hf_fsdp_plugin.text import plural
 
-STACK_SIGNAL: Final = getattr(signal, "SIGRTMAX", 0) - 3 if hasattr(signal, "SIGRTMAX") else None
+STACK_SIGNAL: Final = signal.SIGRTMAX - 3
 """The signal with which a rank is asked for its stack: a real-time signal, which libraries do not use."""
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
@@ -112,14 +112,13 @@ class StackFile:
             self.follow_thread(threading.main_thread())
             if self._enables:
                 faulthandler.enable(self._descriptor if records_crashes else 2, all_threads=True)
-            if STACK_SIGNAL is not None:
-                # What close() restores: another rank may ask for the stack after this one has stopped recording.
-                with contextlib.suppress(ValueError):  # another thread than the main one
-                    signal.signal(STACK_SIGNAL, signal.SIG_IGN)
-                # Only the thread that receives the signal: others may run, and to read their frames then can crash.
-                faulthandler.register(STACK_SIGNAL, self._descriptor, all_threads=False)
-                self._sigterm = signal.getsignal(signal.SIGTERM)
-                faulthandler.register(signal.SIGTERM, self._descriptor, all_threads=False, chain=True)
+            # What close() restores: another rank may ask for the stack after this one has stopped recording.
+            with contextlib.suppress(ValueError):  # another thread than the main one
+                signal.signal(STACK_SIGNAL, signal.SIG_IGN)
+            # Only the thread that receives the signal: others may run, and to read their frames then can crash.
+            faulthandler.register(STACK_SIGNAL, self._descriptor, all_threads=False)
+            self._sigterm = signal.getsignal(signal.SIGTERM)
+            faulthandler.register(signal.SIGTERM, self._descriptor, all_threads=False, chain=True)
             # The name appears when the handler is installed: before, the signal would end the process.
             os.replace(part, path)
 
@@ -140,11 +139,10 @@ class StackFile:
             return
         if self._enables:
             faulthandler.disable()
-        if STACK_SIGNAL is not None:
-            faulthandler.unregister(STACK_SIGNAL)
-            # Otherwise the script has installed a handler, which must stay.
-            if signal.getsignal(signal.SIGTERM) is self._sigterm:
-                faulthandler.unregister(signal.SIGTERM)
+        faulthandler.unregister(STACK_SIGNAL)
+        # Otherwise the script has installed a handler, which must stay.
+        if signal.getsignal(signal.SIGTERM) is self._sigterm:
+            faulthandler.unregister(signal.SIGTERM)
         os.close(self._descriptor)
         self._descriptor = None
 
@@ -157,8 +155,7 @@ def request_stack(path: Path, pid: int) -> None:
     """Make another process record the stack of the thread that trains in ``path``. Does nothing if it cannot yet."""
     with contextlib.suppress(OSError, ValueError, IndexError, AttributeError):
         lines = [line for line in path.read_text(errors="replace").splitlines() if line.startswith("main 0x")]
-        if STACK_SIGNAL is not None:
-            ctypes.CDLL(None).tgkill(pid, int(lines[-1].split()[2]), STACK_SIGNAL)
+        ctypes.CDLL(None).tgkill(pid, int(lines[-1].split()[2]), STACK_SIGNAL)
 
 
 def read_stack(path: Path) -> list[Frame]:

@@ -116,17 +116,10 @@ class FoundHang:
         return replace(self, text=text, message=message, elsewhere=True)
 
     @classmethod
-    def from_json(cls, content: Any) -> FoundHang | None:
-        """Return what ``asdict`` of a hang has returned; ``None`` for anything else."""
-        try:
-            return cls(**content)
-        except TypeError:
-            return None
-
-    @classmethod
     def read(cls, path: Path) -> FoundHang | None:
         """Return the hang that a file describes; ``None`` if there is no such file."""
-        return cls.from_json(read_json(path))
+        content = read_json(path)
+        return cls(**content) if content is not None else None
 
     def claim(self, path: Path) -> bool:
         """Write the file. Returns ``False`` if another rank has written it before."""
@@ -257,8 +250,7 @@ def find_peers(folder: Path) -> list[Peer]:
     """Return the ranks of this machine that have registered, by rank. The folder can be one that machines share."""
     found = []
     for path in folder.glob("rank_*.pid"):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            content = json.loads(path.read_text())
-            if content["host"] == socket.gethostname():
-                found.append(Peer(content["rank"], RankFiles(path.with_suffix("")), content["pid"], content["start"]))
+        content = read_json(path)
+        if content is not None and content["host"] == socket.gethostname():
+            found.append(Peer(content["rank"], RankFiles(path.with_suffix("")), content["pid"], content["start"]))
     return sorted(found, key=lambda peer: peer.rank)

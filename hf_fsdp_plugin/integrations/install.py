@@ -16,7 +16,7 @@ from hf_fsdp_plugin.integrations.accelerate.run_report import RunReporter
 from hf_fsdp_plugin.integrations.before_imports import may_be_rank
 from hf_fsdp_plugin.integrations.failure_watch import watch
 from hf_fsdp_plugin.integrations.session import session
-from hf_fsdp_plugin.messages import printer
+from hf_fsdp_plugin.messages import print_once, print_warnings, printer
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.rank_variables import launched_local_rank, launched_world_size
 from hf_fsdp_plugin.sources import accelerate_file
@@ -78,10 +78,10 @@ def install(
     report = absolute_path(report) or getattr(before, "report", None)
     report_table = report_table or getattr(before, "report_table", False)
     spec = state.begin(given, report=report, report_table=report_table)
-    printer().print_warnings(spec.problems, printed_by_launcher=handover is not None)
+    print_warnings(spec.problems, printed_by_launcher=handover is not None)
     if newer := untested_versions():
         message = f"newer than the tested versions: {', '.join(newer)}."
-        printer().print_once(Problem(code="FSDP-W622", message=message, fix="`hf-fsdp doctor` shows what changed."))
+        print_once(Problem(code="FSDP-W622", message=message, fix="`hf-fsdp doctor` shows what changed."))
     changes.install("accelerate", "transformers", "loading")
     # The session has read the environment by now, so variables that are set here are not settings of the user.
     changes.set_variables(**slurm_variables(os.environ))
@@ -120,7 +120,7 @@ def _report_replaced_config(config: Any, before: Iterable[SourceSettings], now: 
     if levels[0] and values[0] != values[1]:
         message = f"install() was called with {shorten(str(config), 200)}, which replaces {levels[0][0].source}."
         fix = "Pass one config to the launcher or to install(). Single values are overridden with overrides=."
-        printer().print_once(Problem(code="FSDP-W648", message=message, fix=fix))
+        print_once(Problem(code="FSDP-W648", message=message, fix=fix))
 
 
 def uninstall() -> None:

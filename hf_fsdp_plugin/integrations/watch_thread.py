@@ -30,7 +30,7 @@ from hf_fsdp_plugin.hangs.hang_watch import HangFinder, write_hang
 from hf_fsdp_plugin.hangs.python_stacks import format_stack
 from hf_fsdp_plugin.hangs.watch_files import FoundHang, Peer, RankFiles, write_if_possible
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.runs.exits import find_first_cause
+from hf_fsdp_plugin.runs.failures import find_first_cause
 from hf_fsdp_plugin.torch_private.functions import flight_record
 
 
@@ -69,7 +69,7 @@ class WatchedRank:
 
         1. write the failure to this rank's file (``process_end.failure_of``);
         2. find the first failure of the ranks of this machine, if the connection was lost
-           (``runs.exits.find_first_cause``), whose text is that of the launcher's summary, in brief
+           (``runs.failures.find_first_cause``), whose text is that of the launcher's summary, in brief
            (``runs.failures.tell_failure``);
         3. write message, frames and cause to the error file that torchrun prints (``process_end.write_error_file``).
         """

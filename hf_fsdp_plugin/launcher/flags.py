@@ -15,7 +15,7 @@ from typing import Any, Final, NoReturn
 import yaml
 
 from hf_fsdp_plugin.problems import UsageError
-from hf_fsdp_plugin.sources.command_line import RENAMED, SWITCHES, flag_name, machine_range, remedy_of_switch
+from hf_fsdp_plugin.sources.command_line import RENAMED, SWITCHES, flag_name, remedy_of_switch
 from hf_fsdp_plugin.vocabulary import BY_KEY, ROWS, WORDS, Scope, SettingRow, nearest_word, similar_key
 
 FLAG_TABLES: Final[Mapping[str, Any]] = yaml.load(
@@ -166,7 +166,7 @@ def add_launch_flags(parser: Parser) -> None:
     for name, (value, about) in FLAG_TABLES["launch"].items():
         if name not in known:
             flags = [f"--{name}", *([_SHORT[name]] if name in _SHORT else [])]
-            choices = Suggested(value.split("|")) if "|" in value and value.islower() else None
+            choices = value.split("|") if "|" in value and value.islower() else None
             kind: dict[str, Any] = {"action": _LauncherFlag, "metavar": value, "choices": choices}
             if not value:
                 kind = {"action": "store_const", "const": "true"}
@@ -249,26 +249,17 @@ def parse_launch_arguments(argv: Sequence[str], prog: str = "hf-fsdp launch") ->
 
 
 def read_launch_arguments(args: argparse.Namespace) -> LaunchArguments:
-    """Return the arguments that the flags of :func:`add_launch_flags` set. Raises ``UsageError`` if ``MIN > MAX``."""
+    """Return the arguments that the flags of :func:`add_launch_flags` set."""
     options = {
         dest.removeprefix("launch."): value
         for dest, value in vars(args).items()
         if dest.startswith("launch.") and value is not None
     }
-    command_line = []
-    for flag in args.command_line:
-        name, equals, value = flag.partition("=")
-        if flag_name(name) == "num_machines" and ":" in value:
-            machines = machine_range(value)
-            if machines is None:
-                raise UsageError(f"{name} is {value!r}; expected a number, or MIN:MAX with MIN from 1 to MAX.")
-            options["min_machines"], value = machines
-        command_line.append(f"{name}{equals}{value}")
     words = args.command[1:] if args.command[:1] == ["--"] else args.command
     return LaunchArguments(
         options=options,
         overrides=tuple(args.overrides),
-        command_line=tuple(command_line),
+        command_line=tuple(args.command_line),
         script=words[0] if words else "",
         script_args=tuple(words[1:]),
     )

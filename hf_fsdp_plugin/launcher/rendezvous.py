@@ -1,7 +1,7 @@
 """How the launchers of a run meet before each attempt, by torch's rendezvous, and what they tell each other.
 
 One machine uses torch's static rendezvous on a free port. Several use the backend of ``--rdzv_backend``: ``static``,
-where ``--machine_rank`` numbers the machines, or ``c10d``, where machines may leave, and join at a restart. When all
+where ``--machine_rank`` numbers the machines, or ``c10d``, where a lost machine may come back at a restart. When all
 have met, they compare what each is about to run, and take the failed attempts of the machine that knows most. The
 launcher of machine 0 opens a store for the ranks of each attempt: torch's own is the same for all attempts, and
 contains the addresses of killed ranks (pytorch#167288).
@@ -100,12 +100,11 @@ class Rendezvous:
     Args:
         facts: what all machines must have in common (see :func:`compare_facts`).
         conf: options as in torchrun's ``--rdzv_conf``.
-        min_machines: smallest number of machines with which the run may start or go on; by default all.
         notice: prints a warning.
 
     Attributes:
         restarts: the failed attempts of the run, from the machine that knows most.
-        machine, num_machines: the number of this machine, and of all, in the present attempt.
+        machine: the number of this machine in the present attempt.
         address: where the ranks of the present attempt meet; empty before the machines have met.
     """
 
@@ -117,13 +116,11 @@ class Rendezvous:
         *,
         facts: Mapping[str, str] = MappingProxyType({}),
         conf: str = "",
-        min_machines: int = 0,
         notice: Callable[[Problem], None] = lambda problem: None,
     ) -> None:
         self.restarts = restarts
-        self.machine, self.num_machines, self.address = world.machine_rank, world.num_machines, ""
+        self.machine, self.address = world.machine_rank, ""
         self._launch, self._num_machines, self._facts = launch, world.num_machines, facts
-        self._min_machines = min_machines or world.num_machines
         self._conf: dict[str, Any] = dict(pair.split("=", 1) for pair in conf.split(",") if "=" in pair)
         self._notice = notice
         is_alone = world.num_machines == 1
@@ -156,7 +153,7 @@ class Rendezvous:
         backend = "static" if self._is_static else "c10d"
         return get_rendezvous_handler(
             elastic.RendezvousParameters(
-                backend, self._meets_at, _NAME, self._min_machines, self._num_machines, **options
+                backend, self._meets_at, _NAME, self._num_machines, self._num_machines, **options
             )
         )
 
@@ -166,9 +163,9 @@ class Rendezvous:
         Raises:
             SpecError: the machines are about to run different things.
         """
-        number, size, store = group.group_rank, group.group_world_size, group.store
-        assert number is not None and size is not None and store is not None and group.master_addr is not None
-        self.machine, self.num_machines, self._announced = number, size, None
+        number, store = group.group_rank, group.store
+        assert number is not None and store is not None and group.master_addr is not None
+        self.machine, self._announced = number, None
         # The store of c10d is another one after each meeting.
         attempt = self._store = PrefixStore(f"attempt/{self.restarts.count if self._is_static else ''}", store)
         if attempt.add(f"number/{number}", 1) > 1:
@@ -176,7 +173,7 @@ class Rendezvous:
             fix = "Give each machine its own --machine_rank. After a failure, start all machines again."
             raise _error("FSDP-E719", message, fix)
         attempt.set(f"joined/{number}", json.dumps({"facts": dict(self._facts), "restarts": asdict(self.restarts)}))
-        joined = [json.loads(attempt.get(f"joined/{each}")) for each in range(size)]
+        joined = [json.loads(attempt.get(f"joined/{each}")) for each in range(self._num_machines)]
         for other in joined:
             if problem := compare_facts(self._facts, other["facts"]):
                 raise SpecError([problem])
@@ -202,7 +199,7 @@ class Rendezvous:
 
     def shutdown(self) -> None:
         """Leave the run, after its last attempt."""
-        store, size = self._store, self.num_machines
+        store, size = self._store, self._num_machines
         with contextlib.suppress(RuntimeError):  # the machine with the store has ended
             if store is not None and store.add("left", 1) < size and (self.machine == 0 or not self._is_static):
                 wait_until(lambda: store.add("left", 0) >= size, time_limits.LEAVE)

@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING, Final
 import hf_fsdp_plugin.time_limits as time_limits
 from hf_fsdp_plugin.hangs.process_end import print_block
 from hf_fsdp_plugin.hangs.watch_files import FoundHang, RankFiles, remove_files, scratch_folder, write_if_possible
-from hf_fsdp_plugin.launcher.processes import RankOutput, RankProcess
-from hf_fsdp_plugin.launcher.rank_environment import RankJob, rank_env
+from hf_fsdp_plugin.launcher.ranks import RankJob, RankOutput, RankProcess, rank_env
 from hf_fsdp_plugin.launcher.rendezvous import (  # imports torch
     Announced,
     Rendezvous,
@@ -94,7 +93,7 @@ def run_once(job: RankJob, rendezvous: Rendezvous) -> AttemptResult:
     1. The machines meet (torch's handler, ``Rendezvous.open``), exchange what they know (``Rendezvous.meet``), and
        ``RankJob.on_start`` is called (``Attempt.begin``).
     2. Each rank gets its environment, over that of the launcher and torch's variables
-       (``rank_environment.rank_env``), and the files of its output (``Attempt.prepare``).
+       (``ranks.rank_env``), and the files of its output (``Attempt.prepare``).
     3. Torch starts the processes, whose ids ``Attempt.take_pids`` gets. Each runs ``run_script.run_rank``: it arms
        the diagnosis, calls ``install()``, and runs the script.
     4. Every 50 ms, the ranks are looked at, until all have exited or were stopped (``Attempt.is_over``).

@@ -135,7 +135,8 @@ def resolve_world(spec: FsdpSpec, found: FoundDevices) -> World:
     else:
         _check_devices(spec, num_local, num_devices, ids)
     _check_machines(spec)
-    if problems := _mesh_problems(spec, launch.num_machines, num_local):
+    known = replace(launch, num_processes=launch.num_machines * num_local)
+    if problems := list(check_mesh_size(replace(spec, launch=known))):
         raise SpecError(problems)
     if use_cpu and not launch.use_cpu:
         message = f"torch finds no accelerator on this machine. The run uses {plural(num_local, 'CPU rank')} with gloo."
@@ -178,14 +179,9 @@ def rendezvous_address(launch: LaunchSection) -> str:
     return f"{launch.main_process_ip}:{launch.main_process_port or DEFAULT_PORT}"
 
 
-def num_threads(num_local: int) -> int:
-    """Return the number of threads of a CPU rank: its share of the cores."""
-    return max(1, num_cores() // num_local)
-
-
 def num_cores() -> int:
     """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def _gpu_ids(spec: FsdpSpec, found: FoundDevices) -> list[str]:
@@ -213,11 +209,6 @@ def _check_cores(spec: FsdpSpec, num_local: int) -> None:
         message = f"{num_local} CPU ranks were requested on this machine, which has {plural(num_cores(), 'core')}."
         fix = f"Pass --num_processes {num_cores() * num_machines}, or at most {limit * num_machines}."
         raise _error(spec, "FSDP-E702", "launch.num_processes", message, fix)
-
-
-def _mesh_problems(spec: FsdpSpec, num_machines: int, num_local: int) -> list[Problem]:
-    launch = replace(spec.launch, num_machines=num_machines, num_processes=num_machines * num_local)
-    return list(check_mesh_size(replace(spec, launch=launch)))
 
 
 def _check_machines(spec: FsdpSpec) -> None:

@@ -1,25 +1,30 @@
 """How the ranks of a machine exited, which failed first, and why: for the summary, restarts and other machines.
 
+:func:`read_exit` reads from the files of a rank how it exited; only a launcher knows its exit code, too.
 :func:`tell_failure` makes the text of a failure under every launcher. ``hf-fsdp launch`` prints the rank that failed
 first and its exception, then one line for each other outcome. Under other launchers, a rank that has lost the
-connection to others adds the cause to its own error. ``runs.exits`` reads the exits from the files.
+connection to others adds the cause to its own error (:func:`find_first_cause`).
 """
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+import hf_fsdp_plugin.time_limits as time_limits
 from hf_fsdp_plugin.hangs import HANG, python_stacks
-from hf_fsdp_plugin.hangs.calls import Counts, RankCalls
+from hf_fsdp_plugin.hangs.calls import Counts, RankCalls, read_calls
 from hf_fsdp_plugin.hangs.hang_cause import compare_calls
 from hf_fsdp_plugin.hangs.hang_texts import SILENT_EXIT, shown_places
+from hf_fsdp_plugin.hangs.process_end import stack_of
 from hf_fsdp_plugin.hangs.python_stacks import Frame
-from hf_fsdp_plugin.hangs.watch_files import FoundHang
+from hf_fsdp_plugin.hangs.watch_files import FoundHang, RankFiles, find_peers, read_json
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import name_ranks, plural, truncate_lines
 
@@ -91,11 +96,6 @@ class RankExit:
     def has_waited(self) -> bool:
         """Whether it failed because other ranks did not make a collective call."""
         return self.failure is not None and _WAITED in self.failure.get("codes", ())
-
-    @property
-    def may_disagree(self) -> bool:
-        """Whether its failure is one that ranks in different collectives have."""
-        return self.code == -signal.SIGABRT or self.has_lost_connection
 
     @property
     def counts(self) -> Counts | None:
@@ -303,7 +303,7 @@ def _describe_others(first: RankExit, result: AttemptResult, *, debug: bool) -> 
 
 def explain_failure(first: RankExit, result: AttemptResult) -> Problem | None:
     """Return why a rank has lost the connection or was aborted; ``None`` if nothing is known but its own error."""
-    if not first.may_disagree:
+    if first.code != -signal.SIGABRT and not first.has_lost_connection:
         return None
     compared = compare_calls(rank.calls for rank in result.exits if rank.calls is not None)
     gone = [rank for rank in result.exits if rank.left_silently]
@@ -328,3 +328,68 @@ def explain_failure(first: RankExit, result: AttemptResult) -> Problem | None:
 
 def _capitalized(sentences: str) -> str:
     return f"{sentences[:1].upper()}{sentences[1:]}"
+
+
+def read_exit(rank: int, files: RankFiles, *, code: int, time: float, **facts: Any) -> RankExit:
+    """Return how a rank exited, from its files and what the caller knows.
+
+    Args:
+        code, time: code and time of its exit.
+        facts: further fields of :class:`RankExit`.
+    """
+    failure = read_json(files.failure)
+    found = RankExit(
+        rank=rank,
+        code=code,
+        time=failure["time"] if failure is not None else time,
+        failure=failure,
+        stack=tuple(stack_of(failure)),
+        calls=read_calls(rank, files.calls),
+        ended=files.ended.exists(),
+        **facts,
+    )
+    if failure is None and (code or not found.code_is_known):
+        return replace(found, stack=tuple(python_stacks.read_stack(files.stacks)))
+    return found
+
+
+def find_first_cause(rank: int, files: RankFiles) -> str:
+    """Return the cause of a lost connection, or the places of ranks that did not make a call; else an empty text.
+
+    Only ranks of this machine are known.
+
+    Waits for at most two seconds until one of them has failed for another reason or has exited.
+
+    Args:
+        rank, files: rank and files of this process, which has recorded its failure.
+    """
+    deadline = time.monotonic() + time_limits.CAUSE
+    exits = exits_of_machine(files)
+    while _is_unknown(rank, exits) and not files.hang.exists() and time.monotonic() < deadline:
+        time.sleep(time_limits.POLL)
+        exits = exits_of_machine(files)
+    is_of_others = any(each.rank == rank and (each.has_lost_connection or each.has_waited) for each in exits)
+    if files.hang.exists() or not is_of_others:
+        return ""
+    return tell_failure(AttemptResult(exits=tuple(exits)), brief=True)
+
+
+def _is_unknown(rank: int, exits: Sequence[RankExit]) -> bool:
+    """Return whether the ranks of this machine have only lost connections, and none of them shows why."""
+    first, others = first_failure(exits), [each for each in exits if each.rank != rank]
+    if first is None or not first.has_lost_connection:
+        return False
+    return not any(each.left_silently for each in others) and any(each.failure is None for each in others)
+
+
+def exits_of_machine(files: RankFiles) -> list[RankExit]:
+    """Return what a rank can know of how the ranks of its machine exited, or that they run."""
+    found = []
+    for peer in find_peers(files.stem.parent):
+        is_gone = peer.is_gone()
+        if not is_gone and peer.pid != os.getpid() and not peer.files.failure.exists():
+            peer.request_stacks()
+            time.sleep(time_limits.ONE_STACK)
+        facts = {"pid": peer.pid, "code_is_known": False, "stopped": not is_gone}
+        found.append(read_exit(peer.rank, peer.files, code=0, time=time.time(), **facts))
+    return found

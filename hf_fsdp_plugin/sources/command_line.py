@@ -106,14 +106,6 @@ def flag_name(written: str) -> str:
     return lower(written.removeprefix("--")).replace("-", "_")
 
 
-def machine_range(text: str) -> tuple[str, str] | None:
-    """Return the limits of a number of machines, ``N`` or ``MIN:MAX``; ``None`` if it is neither."""
-    low, colon, high = text.partition(":")
-    high = high if colon else low
-    is_range = low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)
-    return (low, high) if is_range else None
-
-
 def parse_flag(argv: Sequence[str], position: int) -> GivenFlag:
     """Return the flag at a position of a command line, with the next word if it takes a value."""
     word = argv[position]

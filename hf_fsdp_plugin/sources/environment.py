@@ -16,7 +16,7 @@ from pathlib import Path
 
 import hf_fsdp_plugin.vocabulary as vocabulary
 from hf_fsdp_plugin.problems import Origin, Problem
-from hf_fsdp_plugin.sources.command_line import flags_before_script, machine_range, parse_flags
+from hf_fsdp_plugin.sources.command_line import flags_before_script, parse_flags
 from hf_fsdp_plugin.sources.interface import ENVIRONMENT, Collector, Sources, SourceSettings, entry_of
 from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.vocabulary import FALSE_WORDS, NULL_WORDS, TABLES, TRUE_WORDS, Scope
@@ -91,9 +91,7 @@ def variables_without_torchrun(environ: Mapping[str, str]) -> dict[str, str]:
 def torchrun_options(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the options of ``hf-fsdp launch`` that variables of ``torchrun`` set, such as ``max_restarts``."""
     given = torchrun_variables(environ)
-    options = {flag: given[name] for name, flag in TORCHRUN_FLAGS.items() if name in given}
-    machines = machine_range(given.get("PET_NNODES", ""))
-    return {**options, "min_machines": machines[0]} if machines and machines[0] != machines[1] else options
+    return {flag: given[name] for name, flag in TORCHRUN_FLAGS.items() if name in given}
 
 
 def read_torchrun(sources: Sources) -> SourceSettings | None:
@@ -103,7 +101,7 @@ def read_torchrun(sources: Sources) -> SourceSettings | None:
         return None
     out = Collector(SOURCE)
     flags = [flag.text for flag in parse_flags(sources.command_line) if flag.name == "num_machines"]
-    machines = machine_range(flags[-1] if flags else given.get("PET_NNODES", "1"))
+    machines = flags[-1] if flags else given.get("PET_NNODES", "1")
     if "PET_RDZV_ENDPOINT" in given:  # it has precedence over PET_MASTER_ADDR, as in torchrun
         given = {name: value for name, value in given.items() if not name.startswith("PET_MASTER_")}
     for name, value in given.items():
@@ -111,17 +109,14 @@ def read_torchrun(sources: Sources) -> SourceSettings | None:
     return out.result(None)
 
 
-def _add_torchrun(out: Collector, name: str, value: str, machines: tuple[str, str] | None) -> None:
+def _add_torchrun(out: Collector, name: str, value: str, machines: str) -> None:
     entry = entry_of(name, value)
-    if name == "PET_NNODES":
-        if (found := machine_range(value)) is None:
-            expected, fix = "a number, or MIN:MAX with MIN from 1 to MAX", "Correct it, or pass --num_machines."
-            out.expect(entry, expected, fix, setting="launch.num_machines")
-        else:
-            out.add("launch.num_machines", entry, value=found[1])
+    if name == "PET_NNODES" and ":" in value:
+        fix = "Start the script with torchrun -m hf_fsdp_plugin, which takes MIN:MAX, or pass --num_machines."
+        out.expect(entry, "a number", fix, setting="launch.num_machines")
     elif name == "PET_NPROC_PER_NODE" and value.isdecimal():
-        if machines is not None:
-            out.add("launch.num_processes", entry, value=int(value) * int(machines[1]))
+        if machines.isdecimal():
+            out.add("launch.num_processes", entry, value=int(value) * int(machines))
     elif name == "PET_NPROC_PER_NODE" and value in ("auto", "gpu"):
         out.add("launch.num_processes", entry, value="auto")
     elif name == "PET_RDZV_ENDPOINT":
@@ -215,12 +210,6 @@ def default_config_file(variables: Mapping[str, str]) -> ConfigFile | None:
     folder = Path(accelerate_cache(variables))
     paths = (folder / f"default_config.{suffix}" for suffix in ("yaml", "json"))
     return next((ConfigFile(path=path, shown=str(path)) for path in paths if path.is_file()), None)
-
-
-def user_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that can be settings."""
-    prefixes = ("FSDP_", "ACCELERATE_", "PARALLELISM_")
-    return {name: value for name, value in environ.items() if name.startswith(prefixes)}
 
 
 def absolute_path(path: str | None) -> str | None:

@@ -99,7 +99,8 @@ def run_job(
         env: variables of the ranks in addition to those of the spec.
         should_stop: called again and again while the ranks run. Returns why they are stopped; ``None`` if they are not.
     """
-    from hf_fsdp_plugin.launcher.rank_environment import RankJob, launch_env, rank_command
+    from hf_fsdp_plugin.launcher.flags import LaunchArguments
+    from hf_fsdp_plugin.launcher.ranks import RankJob, launch_env, rank_command
     from hf_fsdp_plugin.launcher.rendezvous import Rendezvous  # imports torch
     from hf_fsdp_plugin.launcher.start_ranks import run_once
     from hf_fsdp_plugin.runs.restart_policy import Restarts
@@ -108,7 +109,7 @@ def run_job(
     job = RankJob(
         command=rank_command(words),
         num_local=world.size,
-        env={**launch_env(spec, world, handover), **env},
+        env=launch_env(spec, world, handover, LaunchArguments(env=env)),
         grace=_GRACE,
         should_stop=should_stop,
     )

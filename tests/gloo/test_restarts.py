@@ -11,8 +11,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
+import psutil
 import pytest
 
 from scripts.bench.measure.restarts import STEPS, measure
@@ -234,18 +234,45 @@ def test_requeued_job_of_srun_resumes(tmp_path: Path) -> None:
     assert (found["count"], found["max"], found["lost_steps"]) == (1, 0, 2)
 
 
+def start_agent(folder: Path, port: int, *words: str) -> subprocess.Popen[str]:
+    """Start torchrun as on one of one to two machines with one rank each."""
+    flags = ["--nnodes", "1:2", "--nproc_per_node", "1", "--rdzv_backend", "c10d", "--rdzv_id", "none"]
+    flags += ["--max_restarts", "1", "--rdzv_conf", "last_call_timeout=5", "--rdzv_endpoint", f"127.0.0.1:{port}"]
+    script = ["-m", "hf_fsdp_plugin", "--config_file", "fsdp.yaml", "train.py", *words]
+    command = [sys.executable, "-m", "torch.distributed.run", *flags, *script]
+    env = environment(folder, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder, env=env, text=True, stdout=pipe, stderr=pipe)
+
+
+@pytest.mark.slow
+def test_torchrun_goes_on_with_fewer_machines(tmp_path: Path) -> None:
+    write(tmp_path, LOOP)
+    port = free_port()
+    agents = [start_agent(tmp_path, port)]
+    wait_for_port(port)
+    agents.append(start_agent(tmp_path, port))
+    pids = [int(wait_for(tmp_path / f"ready_{rank}", seconds=200)) for rank in (0, 1)]
+    lost = next(number for number, agent in enumerate(agents) if pids[1] in children(agent))
+    lose(agents[lost], pids[1])
+    done = finish(agents[1 - lost], timeout=300)
+    assert done.returncode == 0, done
+    assert list(losses(tmp_path)) == list(range(1, 9))
+    assert report(tmp_path)["lost_steps"] == 1 and report(tmp_path)["count"] == 1
+
+
+def children(process: subprocess.Popen[str]) -> list[int]:
+    return [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+
+
 @pytest.mark.slow
 def test_machine_that_joins_torchrun_resumes_the_run(tmp_path: Path) -> None:
     """Torch starts the ranks again with the same number of the attempt. The new machine may get rank 0."""
     write(tmp_path, LOOP)
-    flags = ["--nnodes", "1:2", "--nproc_per_node", "1", "--rdzv_backend", "c10d", "--rdzv_id", "none"]
-    flags += ["--rdzv_endpoint", f"127.0.0.1:{free_port()}", "-m", "hf_fsdp_plugin", "--config_file", "fsdp.yaml"]
-    command = [sys.executable, "-m", "torch.distributed.run", *flags, "train.py", "joins"]
-    env = environment(tmp_path, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
-    options: dict[str, Any] = {"cwd": tmp_path, "env": env, "text": True, "stdout": subprocess.PIPE}
-    agents = [subprocess.Popen(command, stderr=subprocess.PIPE, **options)]
+    port = free_port()
+    agents = [start_agent(tmp_path, port, "joins")]
     wait_for(tmp_path / "ready_0", seconds=200)
-    agents.append(subprocess.Popen(command, stderr=subprocess.PIPE, **options))
+    agents.append(start_agent(tmp_path, port, "joins"))
     done = [finish(agent, timeout=300) for agent in agents]
     assert [each.returncode for each in done] == [0, 0], done
     counts = [line.split()[0] for line in (tmp_path / "losses_0").read_text().splitlines()]

@@ -11,7 +11,6 @@ import atexit
 import itertools
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -271,8 +270,7 @@ class CheckpointManager:
 def _memory_of_rank() -> int:
     """Return the bytes of memory that this rank may allocate for copies: its part of what the machine has available."""
     ranks = ranks_per_machine(os.environ, dist.get_world_size(), available_device().count())
-    available = available_memory()
-    return sys.maxsize if available is None else int(available * _USABLE) // ranks
+    return int(available_memory() * _USABLE) // ranks
 
 
 class _OtherRankFailed(CheckpointError):

@@ -27,7 +27,7 @@ from hf_fsdp_plugin.launcher.world import FoundDevices, World, find_devices, num
 from hf_fsdp_plugin.problems import Problem, SpecError, UsageError, has_errors
 from hf_fsdp_plugin.rank_variables import HANG_LIMIT_VARIABLE
 from hf_fsdp_plugin.runs.failures import AttemptResult, summarize_exit
-from hf_fsdp_plugin.sources.environment import user_variables
+from hf_fsdp_plugin.sources.environment import variables_without_torchrun
 from hf_fsdp_plugin.sources.handover import LaunchHandover
 from hf_fsdp_plugin.sources.interface import Sources, SourceSettings
 from hf_fsdp_plugin.sources.tree import ConfigFile
@@ -142,7 +142,7 @@ def _settings(args: argparse.Namespace, problems: list[Problem]) -> tuple[tuple[
         config=ConfigFile.at(args.config_file) if args.config_file is not None else None,
         command_line=args.command_line,
         overrides=["launch.distributed_type=FSDP", *args.overrides],
-        environ=user_variables(os.environ),
+        environ=variables_without_torchrun(os.environ),
     )
     sources = with_converted_config(sources)
     given = read_settings(sources)
@@ -206,7 +206,7 @@ def _leave_out(
     for group in groups:
         case, reason = group[0], group[0].impossible
         needed = len(group) * case.world_size * (_LIBRARIES + 4 * num_params)
-        if not reason and free is not None and needed > free and not force:
+        if not reason and needed > free and not force:
             reason = f"the ranks need {format_memory(needed)} of CPU memory for the whole models, "
             reason += f"and this machine has {format_memory(free)} free"
         if reason:

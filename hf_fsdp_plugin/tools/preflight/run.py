@@ -22,7 +22,7 @@ from hf_fsdp_plugin.cli.output import Color, colored
 from hf_fsdp_plugin.launcher.flags import Parser, why_refused
 from hf_fsdp_plugin.problems import Problem, UsageError, has_errors
 from hf_fsdp_plugin.sources.command_line import flag_name
-from hf_fsdp_plugin.sources.environment import user_variables
+from hf_fsdp_plugin.sources.environment import variables_without_torchrun
 from hf_fsdp_plugin.sources.handover import LaunchHandover
 from hf_fsdp_plugin.sources.interface import Sources
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
@@ -162,7 +162,7 @@ def run_preflight(spec: FsdpSpec, sources: Sources, options: stages.Options, lim
             overrides=(*sources.overrides, *overrides),
             training_arguments={},
             world_size=None,
-            environ=user_variables(os.environ),
+            environ=variables_without_torchrun(os.environ),
         )
         handover = LaunchHandover(given=tuple(read_settings(sources)), report=str(folder / stages.REPORT_FILE))
         env = {"TMPDIR": scratch, "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"}

@@ -44,7 +44,8 @@ def test_use_of_a_session_contains_its_children(monkeypatch: pytest.MonkeyPatch,
 
 def queries_of(store: dist.Store, machine: int, world_size: int) -> HangQueries:
     """Of a machine with one rank, which registers."""
-    made = HangQueries(JobStore(lambda: store), name=f"machine {machine}", ranks=[machine], world_size=world_size)
+    made = HangQueries(JobStore(lambda: store), ranks=[machine], world_size=world_size)
+    made._name = f"machine {machine}"
     assert not made.is_asked()
     return made
 

@@ -20,7 +20,7 @@ import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.cli.main import main
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.launcher.flags import parse_launch_arguments
-from hf_fsdp_plugin.sources.handover import LAUNCH_VARIABLE
+from hf_fsdp_plugin.sources.handover import LAUNCH_VARIABLE, LaunchHandover
 from hf_fsdp_plugin.spec.load import read_settings
 
 NAMES = ("fsdp.version", "sharding.strategy", "wrap.policy", "wrap.classes", "wrap.min_num_params", "offload.params")
@@ -101,10 +101,10 @@ def by_check(capsys: pytest.CaptureFixture[str], *argv: str) -> Decision:
 
 def by_launch(monkeypatch: pytest.MonkeyPatch, *argv: str) -> Decision:
     """Return what ``install`` decides in a rank of ``hf-fsdp launch`` with these flags."""
-    from hf_fsdp_plugin.cli.launch import _handover, _sources
+    from hf_fsdp_plugin.cli.launch import _sources
 
     arguments = parse_launch_arguments([*argv, "train.py"])
-    handover = _handover(arguments, read_settings(_sources(arguments)))
+    handover = LaunchHandover(given=tuple(read_settings(_sources(arguments))))
     monkeypatch.setenv(LAUNCH_VARIABLE, handover.to_env()[LAUNCH_VARIABLE])
     decision = decided(hfp.install())
     hfp.uninstall()

@@ -35,9 +35,10 @@ from hf_fsdp_plugin.integrations.accelerate import fp8 as recipes
 from hf_fsdp_plugin.integrations.accelerate.accelerator import replace_scaler
 from hf_fsdp_plugin.integrations.accelerate.prepare import _unit_compiler
 from hf_fsdp_plugin.integrations.session import session
-from hf_fsdp_plugin.messages import printer
+from hf_fsdp_plugin.messages import MessagePrinter, printer
 from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.spec import rules
+from hf_fsdp_plugin.state import process
 from hf_fsdp_plugin.supported import installed_versions, release_of
 from hf_fsdp_plugin.torch_private.functions import timeout_of
 from scripts.script_arguments import ROWS, DocumentedRow
@@ -216,10 +217,10 @@ def arguments_of(folder: Path, **given: Any) -> Any:
 def printed(rank: None) -> Iterator[Callable[[], list[str]]]:
     """The codes of the problems that are printed in the test."""
     messages: list[Any] = []
-    printer().close()
+    process.end(MessagePrinter)
     printer().listener = messages.append
     yield lambda: [message.code for message in messages if hasattr(message, "code")]
-    printer().close()
+    process.end(MessagePrinter)
 
 
 @pytest.mark.parametrize(("row", "name"), pairs("note", lambda row: not row.elsewhere))

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from hf_fsdp_plugin.launcher.processes import RankOutput
-from hf_fsdp_plugin.launcher.rank_environment import RankJob
+from hf_fsdp_plugin.launcher.ranks import RankJob, RankOutput
 
 NUM_BYTES = 300_000
 

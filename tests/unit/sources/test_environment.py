@@ -76,7 +76,7 @@ def test_default_file_is_in_accelerate_cache(variables, folder):
 
 
 POD = {
-    "PET_NNODES": "2:4", "PET_NPROC_PER_NODE": "8", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "worker-0:23456",
+    "PET_NNODES": "4", "PET_NPROC_PER_NODE": "8", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "worker-0:23456",
     "PET_MASTER_ADDR": "unused", "PET_RDZV_ID": "job", "PET_MAX_RESTARTS": "3", "RANK": "1", "WORLD_SIZE": "4",
 }  # fmt: skip
 """As the training operator of Kubernetes sets them."""
@@ -89,7 +89,7 @@ def test_variables_of_torchrun_override_the_config(assess):
     launch = assessment.spec.launch
     assert (launch.num_machines, launch.num_processes, launch.rdzv_backend) == (4, 32, "c10d")
     assert (launch.main_process_ip, launch.main_process_port) == ("worker-0", 23456)
-    assert str(assessment.spec.origin("launch.num_machines")) == "environment PET_NNODES=2:4"
+    assert str(assessment.spec.origin("launch.num_machines")) == "environment PET_NNODES=4"
     notes = [(each.code, each.setting) for each in assessment.problems if each.code == "FSDP-N105"]
     assert notes == [("FSDP-N105", "launch.num_machines"), ("FSDP-N105", "launch.num_processes")]
     launch = assess(ONE_MACHINE, environ=STATIC).spec.launch
@@ -120,7 +120,7 @@ def test_ranks_of_a_pod(assess, value, ranks):
     ("name", "value", "setting"),
     [
         ("PET_NNODES", "two", "num_machines"),
-        ("PET_NNODES", "3:2", "num_machines"),
+        ("PET_NNODES", "2:4", "num_machines"),
         ("PET_NNODES", "0", "num_machines"),
         ("PET_NPROC_PER_NODE", "cpu", "num_processes"),
         ("PET_NODE_RANK", "first", "machine_rank"),
@@ -136,6 +136,6 @@ def test_invalid_variable_of_torchrun_is_one_error(problems, name, value, settin
 
 def test_options_from_variables_of_torchrun():
     found = environment.torchrun_options(POD | {"PET_RDZV_CONF": "timeout=60"})
-    assert found == {"max_restarts": "3", "rdzv_conf": "timeout=60", "min_machines": "2"}
+    assert found == {"max_restarts": "3", "rdzv_conf": "timeout=60"}
     assert environment.torchrun_options(STATIC) == {}
     assert environment.torchrun_options(POD | {"TORCHELASTIC_RUN_ID": "job"}) == {}
