@@ -99,22 +99,25 @@ class WatchedRank:
 
     def exit_after_hang(self) -> None:
         """Exit because another rank has reported a hang."""
+        process_end.ignore_sigterm()  # a launcher sends it as soon as that rank has exited
         self.write_last_flight_record()
         process_end.exit_after_hang(0.0 if self.has_launcher else time_limits.LEAD)
 
-    def write_last_flight_record(self) -> None:
-        """Write the flight record before the process ends, which has no handlers at its exit."""
+    def write_last_flight_record(self) -> bool:
+        """Write the flight record before the process ends, which has no handlers at its exit; ``False`` without one."""
         if signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
             # The request holds the interpreter's lock, and may wait for a device that hangs.
             signal.setitimer(signal.ITIMER_REAL, time_limits.FLIGHT_RECORD)
-        self.write_flight_record()
+        is_written = self.write_flight_record()
         signal.setitimer(signal.ITIMER_REAL, 0)
+        return is_written
 
-    def write_flight_record(self) -> None:
-        """Write torch's record of the collectives of an accelerator."""
+    def write_flight_record(self) -> bool:
+        """Write torch's record of the collectives of an accelerator; ``False`` without one."""
         if found := flight_record():
             name = f"fsdp_nccl_{time.strftime('%Y%m%d_%H%M%S')}_rank_{self.rank}.json"
             write_if_possible(log_folder() / name, found.decode())
+        return bool(found)
 
 
 def log_folder() -> Path:
@@ -219,12 +222,13 @@ class WatchThread:
             process_end.write_error_file(found.message, seconds_ago=1)
             process_end.print_block(found.text)
         process_end.ignore_sigterm()
-        self._own.write_last_flight_record()
+        is_recorded = self._own.write_last_flight_record()
         for peer in self._peers.values():
             is_late = watch_files.is_halted(peer.pid) or _beat_age(peer) > time_limits.FRESH
             if peer.rank != self._own.rank and is_late:
                 peer.send(signal.SIGKILL)
-        process_end.exit_after_hang()
+        # Until the other ranks have seen the hang, and write their records: a launcher ends them after this exit.
+        process_end.exit_after_hang(time_limits.TURN if is_recorded else 0.0)
 
 
 def _beat_age(peer: Peer) -> float:

@@ -183,13 +183,8 @@ class RankProcess:
         if not self.files.failure.exists():
             request_stack(self.files.stacks, self.pid)
 
-    def stop(self, seconds: float, *, now: bool = False) -> None:
-        """Send SIGTERM, later SIGKILL, to a rank that still runs `seconds` after a failure.
-
-        Args:
-            now: give it no time to fail by itself.
-        """
-        seconds += time_limits.TEARDOWN if now else 0.0
+    def stop(self, seconds: float) -> None:
+        """Send SIGTERM, later SIGKILL, to a rank that still runs `seconds` after a failure."""
         allowed = time_limits.TEARDOWN if self.files.failure.exists() else time_limits.SETTLE
         if self._term_sent is None and seconds > allowed:
             self._term_sent, self.stopped = seconds, True

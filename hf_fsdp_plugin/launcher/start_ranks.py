@@ -228,7 +228,7 @@ class Attempt:
             seconds = time.monotonic() - began
             self._announce(wait=seconds < time_limits.CAUSE)
             for rank in running:
-                rank.stop(seconds, now=self._files.hang.exists())
+                rank.stop(seconds)
             self._print_notices()
             time.sleep(time_limits.WATCH)
         self._announce(wait=False)

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 ON_CPU = (
-    "launcher", "restart", "hangs", "profiler", "overlap", "bench", "spawned_child", "resume_on_one_rank", "layers",
+    "launcher", "restart", "profiler", "overlap", "bench", "spawned_child", "resume_on_one_rank", "layers",
     "one_visible_gpu", "ranks_per_machine", "throughput",
 )  # fmt: skip
 """Checks whose case in the quick tests runs on CPU ranks: those that start processes, which take long."""
@@ -34,7 +34,7 @@ ON_DEVICE = (
     "training", "scaler", "fused_resume", "parity", "memory_error", "extra_forward", "generation", "sync_free_steps",
     "host_time", "load_speed", "save_stall", "pinning", "compiled", "nccl", "lora", "qlora",
     "collectives", "contexts", "pinned_saves", "state_dict", "clipping",
-    "activation_offload", "loading", "ignored_modules", "reports", "process_groups",
+    "activation_offload", "loading", "ignored_modules", "reports", "process_groups", "hangs",
 )  # fmt: skip
 """Checks whose case in the quick tests runs on the simulated device, which shows more."""
 

@@ -74,14 +74,30 @@ def resume_on_one_rank(case: Case) -> Case:
 
 @check(seconds=40, limit=150, min_ranks=2)
 def hangs(case: Case) -> Case:
-    """Let a rank sleep in a launched Trainer: the launcher names it, its place and the unit, and frees the devices."""
-    done = on_rank_0(lambda folder: launch(case, folder, "hang", "--hang_timeout", f"{_HANG_LIMIT:g}"))
+    """Let a rank sleep in a launched Trainer: the launcher names it, its place and the unit, and frees the devices.
+
+    Each rank on an accelerator writes torch's flight record before it exits. It contains collectives if NCCL ran them.
+    """
+
+    def run(folder: Path) -> tuple[Case, dict[str, int]]:
+        done = launch(case, folder, "hang", "--hang_timeout", f"{_HANG_LIMIT:g}")
+        return done, {path.stem.rpartition("_")[2]: _collectives(path) for path in folder.glob("fsdp_nccl_*.json")}
+
+    done, recorded = on_rank_0(run)
     last = case["ranks"] - 1
     expect(done["code"] == 75, f"exit code {done['code']}: {done['text']}")
     found = re.search(rf"rank {last} is late: .* waited for (\d+) s in (.*?\))", done["text"])
     expect(found is not None and "time.sleep" in done["text"] and "FSDP-E728" in done["text"], done["text"])
     assert found is not None
-    return {"waited_s": int(found[1]), "collective": found[2]}
+    ranks = {str(rank) for rank in range(case["ranks"])} if on_accelerator(case) else set()
+    expect(set(recorded) == ranks, f"flight records of ranks {sorted(recorded)} instead of {sorted(ranks)}")
+    has_nccl = on_accelerator(case) and case["backend"] != "gloo"
+    expect(not has_nccl or all(recorded.values()), f"collectives in the flight records by rank: {recorded}")
+    return {"waited_s": int(found[1]), "collective": found[2], "flight_record_collectives": recorded}
+
+
+def _collectives(flight_record: Path) -> int:
+    return len(json.loads(flight_record.read_text()).get("entries", []))
 
 
 def launch(case: Case, folder: Path, fault: str = "", *flags: str) -> Case:
