@@ -40,7 +40,9 @@ from tests.support.training import (
     train_prepared,
 )
 
-NUM_STEPS = 6
+NUM_STEPS = 4
+"""Sums of two ranks differ by 1e-7 from those of one process. After some more steps, one such difference is at the border
+between two numbers of fp8, on some processors, and changes a norm by 0.1%."""
 
 
 Results = tuple[float, dict[str, torch.Tensor]]
