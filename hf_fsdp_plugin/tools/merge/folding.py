@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -25,7 +25,7 @@ from hf_fsdp_plugin.checkpoint.names import ADAPTER_CONFIG, is_adapter
 from hf_fsdp_plugin.plan.meta_model import meta_model
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import format_names
-from hf_fsdp_plugin.tools.loaded_weights import LoadedGroup, computed, loaded_groups, read_tensor, why_not_whole
+from hf_fsdp_plugin.tools.loaded_weights import computed, loaded_groups, read_tensor, why_not_whole
 from hf_fsdp_plugin.tools.merge.copying import same_elements
 from hf_fsdp_plugin.tools.merge.output import FLOATS
 from hf_fsdp_plugin.tools.verify.comparison import difference_problems
@@ -45,17 +45,15 @@ class AdapterFold:
     """A LoRA adapter, its base model on the meta device, and what the model consists of after the merge.
 
     Attributes:
-        tensors: the tensors of the merged model, by the names in the files of the base model.
         num_changed: the number of tensors that the adapter changes or replaces.
         is_untied: whether the adapter has trained one of several weights that are tied in the base model.
     """
 
-    tensors: dict[str, StoredTensor]
     num_changed: int
     is_untied: bool
 
     def __init__(self, checkpoint: Path, stored: StoredModel, base: StoredModel, folder: Path, config: Path) -> None:
-        """Decide which tensors the adapter changes. Nothing is read before :meth:`read`.
+        """Find the tensors of the adapter, which :meth:`read` reads.
 
         Args:
             checkpoint: the folder of an adapter, or a checkpoint of a run that trains one.
@@ -72,8 +70,8 @@ class AdapterFold:
         if reason := why_not_whole(base, folder):
             refuse("FSDP-E441", folder, f"{reason}.", "Give the folder of the whole base model in 16 or 32 bits.")
         model: Any = meta_model(folder)
-        groups = loaded_groups(base, model)
-        self._base = {name: tensor for group in groups for name, tensor in group.targets.items()}
+        self._groups = loaded_groups(base, model)
+        self._base = {name: tensor for group in self._groups for name, tensor in group.targets.items()}
         names: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
         tied: dict[int, list[str]] = {}
         for name, tensor in names.items():
@@ -88,7 +86,6 @@ class AdapterFold:
         self._base_of = {name: owners[id(held)] for name, held in state.items() if id(held) in owners}
         self._find_tensors(stored)
         self._merged: tuple[tuple[str, ...], dict[str, torch.Tensor]] = ((), {})
-        self._plan(base, groups)
 
     def _find_tensors(self, stored: StoredModel) -> None:
         """Find the tensors of the adapter and those of the frozen base model in the checkpoint."""
@@ -121,10 +118,13 @@ class AdapterFold:
         problems = difference_problems(self._checkpoint, missing, unexpected, other, len(trained), what, _GIVE_BASE)
         raise_if_any(problems)
 
-    def _plan(self, base: StoredModel, groups: Sequence[LoadedGroup]) -> None:
-        """Set the attributes. Names that share a tensor after the merge are written once."""
+    def tensors(self, base: StoredModel) -> dict[str, StoredTensor]:
+        """Return the tensors of the merged model, by the names in the files of the base model. Sets the attributes.
+
+        They read what :meth:`read` has read. Names that share a tensor after the merge are one.
+        """
         changes: dict[str, list[str]] = {name: [] for name in map(self._base_of.get, self._trained) if name}
-        replaced: dict[str, tuple[str, int]] = {}  # name -> the layer that is replaced, and the identity of its tensor
+        replaced: dict[str, tuple[str, Any]] = {}  # name -> the layer that is replaced, and the identity of its tensor
         for layer, module in self._layers.items():
             if (saved := _module_to_save(module)) is not None:
                 tensors = saved.state_dict(keep_vars=True)
@@ -139,31 +139,31 @@ class AdapterFold:
             kept = self._kept[name]
             if kept not in self._base:  # a buffer that is not in the files
                 continue
-            owner, like = replaced.get(name, kept), self._base[kept]
+            layer, owner = replaced.get(name, ("", kept))
             if owner in owners.setdefault(kept, set()):
                 continue
             owners[kept].add(owner)
-            outputs[name] = like if name == kept else computed(name, like.dtype, like.shape, partial(self._read, kept))
-            if isinstance(owner, tuple):
-                outputs[name] = computed(name, like.dtype, like.shape, partial(self._saved, owner[0], name, like.dtype))
-            elif kept in changes:
-                layers = tuple(changes[kept])
+            outputs[name] = like = self._base[kept]
+            if layer:
+                outputs[name] = computed(name, like.dtype, like.shape, partial(self._saved, layer, name, like.dtype))
+            elif kept in changes or name != kept:
+                layers = tuple(changes.get(kept, ()))
                 outputs[name] = computed(name, like.dtype, like.shape, partial(self._folded, kept, layers))
         self.is_untied = any(len(each) > 1 for each in owners.values())
         self.num_changed = sum(name in changes or name in replaced for name in outputs)
-        self.tensors = dict(base.tensors)
-        for group in groups:
+        written = dict(base.tensors)
+        for group in self._groups:
             if all(outputs.get(name) is tensor for name, tensor in group.targets.items()):
                 continue  # written as it is stored, under its names in the files
             changed = {name: outputs[name] for name in group.targets if name in outputs}
             if len(group.sources) == len(group.targets) == len(changed) == 1:  # it keeps its name in the files
-                (self.tensors[group.sources[0]],) = changed.values()
+                (written[group.sources[0]],) = changed.values()
                 continue
             for source in group.sources:
-                del self.tensors[source]
-            self.tensors |= changed
-        in_groups = {name for group in groups for name in group.targets}
-        self.tensors |= {name: tensor for name, tensor in outputs.items() if name not in in_groups}
+                del written[source]
+            written |= changed
+        in_groups = {name for group in self._groups for name in group.targets}
+        return written | {name: tensor for name, tensor in outputs.items() if name not in in_groups}
 
     def read(self, files: InputFiles, base_files: InputFiles) -> None:
         """Read the weights of the adapter, and compare the frozen weights of a checkpoint with the base model.
@@ -245,7 +245,7 @@ def _with_adapter(model: Any, folder: Path) -> Any:
             if config.layer_replication:
                 raise ValueError("layer_replication adds layers to the base model")
             config.task_type = None  # the class of PeftModel, which adds methods only
-            adapted = get_peft_model(model, config, _ADAPTER, low_cpu_mem_usage=True)
+            adapted = get_peft_model(model, config, _ADAPTER)  # low_cpu_mem_usage would untie embeddings
             for _, module in _adapted_layers(model):
                 _merge(copy.deepcopy(module))
     except Exception as error:  # PEFT raises exceptions of many types

@@ -21,6 +21,7 @@ from hf_fsdp_plugin.checkpoint.folders import restore_replaced
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, refuse_deepspeed
 from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest
 from hf_fsdp_plugin.checkpoint.formats.safetensors import index_text
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredTensor
 from hf_fsdp_plugin.checkpoint.io import InputFiles, write_atomically
 from hf_fsdp_plugin.plan.meta_model import meta_model
 from hf_fsdp_plugin.problems import Problem, has_errors
@@ -163,8 +164,8 @@ class _Job:
         ties = self.manifest.ties if self.manifest is not None else ()
         written = self.model
         if options.fold_adapter is not None:
-            self.fold = self._read_adapter()
-            written, ties = replace(self.model, tensors=self.fold.tensors), ()
+            self.fold, tensors = self._read_adapter()
+            written, ties = replace(self.model, tensors=tensors), ()
         fp32 = self._fp32_names()
         size = options.max_shard_size
         self.plan = output.plan_merge(written, ties, dtype=options.dtype, max_shard_size=size, fp32=fp32)
@@ -186,8 +187,8 @@ class _Job:
             return InputFiles(self.model.root)
         return VerifiedFiles(self.model.root, self.manifest, self.folder)
 
-    def _read_adapter(self) -> AdapterFold:
-        """Return the adapter of the checkpoint. Raises if there is none, or if it does not fit the base model."""
+    def _read_adapter(self) -> tuple[AdapterFold, dict[str, StoredTensor]]:
+        """Return the adapter of the checkpoint, and the merged tensors. Raises if it does not fit the base model."""
         from hf_fsdp_plugin.tools.merge.folding import AdapterFold
 
         stored = read_stored_model(self.checkpoint, self.options.number)
@@ -198,11 +199,12 @@ class _Job:
         if self.config_folder is None:
             refuse("FSDP-E441", self.model.root, "has no config.json.", "Give the folder of the base model.")
         fold = AdapterFold(self.checkpoint, stored, self.model, self.config_folder, config)
+        tensors = fold.tensors(self.model)
         files_of = files_of_checkpoint(self.checkpoint, stored, verify=self.verify_input)
         with files_of as files, self._open() as base_files:
             check_headers(files, stored)
             fold.read(files, base_files)
-        return fold
+        return fold, tensors
 
     def _fp32_names(self) -> list[str]:
         """Return the names of the tensors that the model keeps in fp32 when it is loaded in the new dtype."""
