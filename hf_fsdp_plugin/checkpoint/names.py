@@ -27,6 +27,7 @@ OPTIMIZER: Final = "optimizer"
 HF_MODEL: Final = "model"
 HF_MODEL_BIN: Final = "pytorch_model"
 ADAPTER: Final = "adapter_model"
+ADAPTER_CONFIG: Final = "adapter_config.json"
 TRAINER_RNG: Final = "rng_state"
 ACCELERATE_RNG: Final = "random_states"
 

@@ -160,5 +160,5 @@ def refuse_if_sharded(original: Callable[..., Any], tuner: Any, *args: Any, **kw
         return original(*args, **kwargs)
     message = "each rank has only parts of the weights, so adapters cannot be merged or removed in a sharded model."
     fix = "Save the adapters (trainer.save_model, or save_pretrained on all ranks), and merge them in one process: "
-    fix += "PeftModel.from_pretrained(base_model, folder).merge_and_unload()."
+    fix += "`hf-fsdp merge FOLDER OUT --fold-adapter BASE_MODEL`."
     raise SpecError([Problem(code="FSDP-E631", message=message, fix=fix)])

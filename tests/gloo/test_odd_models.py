@@ -13,7 +13,7 @@ from torch import nn
 
 import hf_fsdp_plugin as hfp
 from tests.support.ranks import Ranks
-from tests.support.tiny import parallel_config
+from tests.support.tiny import parallel_config, tiny_t5
 from tests.support.training import assert_same_weights, fresh_accelerator
 
 NUM_STEPS = 2
@@ -75,16 +75,6 @@ class ComplexFilter(nn.Module):
 def linears(dtype: torch.dtype = torch.float32, sizes: tuple[int, ...] = (4, 4, 4, 4)) -> nn.Module:
     layers = [nn.Linear(before, after) for before, after in pairwise(sizes)]
     return nn.Sequential(*layers).to(dtype)
-
-
-def tiny_t5() -> nn.Module:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(
-        vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2,
-        decoder_start_token_id=0, use_cache=False,
-    )  # fmt: skip
-    return T5ForConditionalGeneration(config)
 
 
 def tiny_vit() -> nn.Module:

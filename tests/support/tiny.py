@@ -26,6 +26,38 @@ def tiny_llama(*, tied: bool = False, layers: int = 3, **settings: Any) -> nn.Mo
     return LlamaForCausalLM(config)
 
 
+def tiny_gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=32))
+
+
+def tiny_deepseek() -> nn.Module:
+    """A model that keeps the weights of its routers in fp32, also in bf16."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    torch.manual_seed(0)
+    config = DeepseekV3Config(
+        vocab_size=64, hidden_size=16, intermediate_size=24, moe_intermediate_size=8, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, n_shared_experts=1, n_routed_experts=4, n_group=2, topk_group=1,
+        num_experts_per_tok=2, first_k_dense_replace=1, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4,
+        v_head_dim=8, qk_nope_head_dim=4, max_position_embeddings=32,
+    )  # fmt: skip
+    return DeepseekV3ForCausalLM(config)
+
+
+def tiny_t5() -> nn.Module:
+    """A model that keeps some weights in fp32 if it is loaded in fp16."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2,
+        decoder_start_token_id=0, use_cache=False,
+    )  # fmt: skip
+    return T5ForConditionalGeneration(config)
+
+
 def small_llama() -> nn.Module:
     """A llama that is large enough for the size threshold of the files in configs/."""
     return tiny_llama(layers=2, hidden_size=64, intermediate_size=160)

@@ -42,7 +42,11 @@ def _requirements(lines: str) -> set[str]:
     return {re.split(r"[<>=~!]", line)[0] for line in lines.split()}
 
 
-_ADAPTERS = {"integrations/accelerate/fp8.py": "torchao", "tools/plan/adapters.py": "peft"}
+_ADAPTERS = {
+    "integrations/accelerate/fp8.py": "torchao",
+    "tools/plan/adapters.py": "peft",
+    "tools/merge/folding.py": "peft",
+}
 """The adapter of a library without a folder or a file of its own -> the library."""
 
 

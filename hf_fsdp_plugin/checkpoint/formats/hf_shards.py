@@ -1,4 +1,5 @@
-"""Reads the folders of ``save_pretrained(distributed_checkpoint=True)``: safetensors files with shards.
+"""Reads safetensors files with shards: those of ``save_pretrained(distributed_checkpoint=True)``, and those of torch's
+``HuggingFaceStorageWriter(save_distributed=True)``, which are in ``sharded/`` if they are to be consolidated.
 
 Each file ``shard-00001-model-00001-of-00001.safetensors`` has a box of each tensor. The metadata in its header, as
 ``torch.distributed.checkpoint.HuggingFaceStorageWriter`` writes it, has the offsets of the boxes. The shapes of the
@@ -13,17 +14,19 @@ from typing import Any, Final
 
 from hf_fsdp_plugin.checkpoint.errors import COPY_ALL_RANKS, refuse
 from hf_fsdp_plugin.checkpoint.formats import boxes
-from hf_fsdp_plugin.checkpoint.formats.safetensors import TensorEntry, read_entries
+from hf_fsdp_plugin.checkpoint.formats.safetensors import SHARDING_INFO, TensorEntry, read_entries
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredPiece, StoredState, StoredTensor, without_replicas
 from hf_fsdp_plugin.checkpoint.names import FSDP_MODEL
 
-FILES: Final = "shard-*-model-*-of-*.safetensors"
-_OFFSETS: Final = "DCP_SHARDING_INFO"
+_FILES: Final = "shard-*-model-*-of-*.safetensors"
+PATTERNS: Final = (_FILES, f"sharded/{_FILES}")
 
 
 def read_model(root: Path, stem: str, number: int) -> StoredState | None:
     """Return the model in a folder with such files; ``None`` if there are none. Optimizers are stored elsewhere."""
-    files = sorted(path.name for path in root.glob(FILES)) if stem == FSDP_MODEL and number == 0 else []
+    patterns = PATTERNS if stem == FSDP_MODEL and number == 0 else ()
+    names = (sorted(path.relative_to(root).as_posix() for path in root.glob(pattern)) for pattern in patterns)
+    files = next(filter(None, names), [])
     pieces: dict[str, list[StoredPiece]] = {}
     dtypes: dict[str, str] = {}
     for file in files:
@@ -47,12 +50,12 @@ def _boxes(path: Path) -> list[tuple[str, TensorEntry, tuple[int, ...]]]:
     metadata: dict[str, Any] = {}
     entries, found = read_entries(path, metadata=metadata), []
     try:
-        places = json.loads(metadata[_OFFSETS])
+        places = json.loads(metadata[SHARDING_INFO])
         for name, entry in entries.items():
             offsets = tuple(places[name]["saved_offsets"])
             if len(offsets) != len(entry.shape) or not all(type(at) is int and at >= 0 for at in offsets):
                 raise ValueError(f"{name!r} has the shape {entry.shape} and the offsets {offsets}")
             found.append((name, entry, offsets))
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        refuse("FSDP-E453", path, f"has no valid {_OFFSETS} in its header ({type(error).__name__}: {error}).")
+        refuse("FSDP-E453", path, f"has no valid {SHARDING_INFO} in its header ({type(error).__name__}: {error}).")
     return found

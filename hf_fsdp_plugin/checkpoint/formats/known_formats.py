@@ -78,7 +78,7 @@ FORMATS: Final = (
     CheckpointFormat("per_rank", "sharded", torch_files.read_per_rank, _RANK_FILES),
     CheckpointFormat("full", "full", safetensors.read_adapter, _with_index(_ADAPTER)),
     # after a single file, which may be made of the shards in the same folder
-    CheckpointFormat("hf_shards", "sharded", hf_shards.read_model, (hf_shards.FILES,)),
+    CheckpointFormat("hf_shards", "sharded", hf_shards.read_model, hf_shards.PATTERNS),
 )
 """All formats, in the order in which a checkpoint is searched for them. Rows with equal names differ in file names."""
 

@@ -23,10 +23,12 @@ from hf_fsdp_plugin.checkpoint import errors
 from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.formats.boxes import SAFETENSORS_NAMES, SIZES, dtype_size
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredState, tensor_in_file
-from hf_fsdp_plugin.checkpoint.io import open_for_reading, read_file
+from hf_fsdp_plugin.checkpoint.io import object_in, open_for_reading, read_file
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_names, plural
 
+SHARDING_INFO = "DCP_SHARDING_INFO"
+"""The entry with the offsets of boxes in the header of a file that torch's ``HuggingFaceStorageWriter`` has written."""
 DTYPES = {
     **{name: dtype for dtype, name in SAFETENSORS_NAMES.items()},
     "F8_E4M3FNUZ": "float8_e4m3fnuz",
@@ -233,8 +235,9 @@ def read_safetensors(root: Path, name: str) -> StoredState | None:
         return None
     tensors: dict[tuple[Any, ...], Any] = {}
     problems: list[Problem] = []
+    metadata: dict[str, Any] = {}
     for shard in shards:
-        entries = read_entries(root / shard)
+        entries = read_entries(root / shard, metadata=metadata)
         names = listed.get(shard, entries.keys())
         absent = sorted(names - entries.keys())
         if absent:
@@ -243,8 +246,22 @@ def read_safetensors(root: Path, name: str) -> StoredState | None:
         for key in (key for key in entries if key in names):
             entry = entries[key]
             tensors[key,] = tensor_in_file(key, entry.dtype, entry.shape, shard, entry.offset)
+    if SHARDING_INFO in metadata and listed:  # before the absent tensors, which follow from it
+        _check_one_writer(index, sum(num_bytes(tensor.dtype, tensor.shape) for tensor in tensors.values()))
     errors.raise_if_any(problems)
     return StoredState(tensors, files, root)
+
+
+def _check_one_writer(index: Path, size: int) -> None:
+    """Refuse files in which several ranks have overwritten each other's parts: the index has the sum of their bytes."""
+    sizes = object_in(index).get("metadata")
+    total = sizes.get("total_size") if isinstance(sizes, dict) else None
+    if isinstance(total, int) and total != size:
+        message = (
+            f"lists tensors of {total:,} bytes, and the files have {size:,}: several ranks wrote to the same files."
+        )
+        fix = "Save again with HuggingFaceStorageWriter(save_distributed=True), or on one rank with no_dist=True."
+        errors.refuse("FSDP-E458", index, message, fix)
 
 
 def read_model(root: Path, stem: str, number: int) -> StoredState | None:

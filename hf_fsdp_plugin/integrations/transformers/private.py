@@ -35,6 +35,7 @@ CONTRACTS = (
     Contract(target="transformers.modeling_layers:_gradient_checkpointing_func", without="unobservable",
              use="the report of activation checkpointing", behavior="A checkpointed layer has this attribute."),
     *contracts_of(_MODEL, "refused", _FILES, "_keys_to_ignore_on_save", "all_tied_weights_keys"),
+    *contracts_of(_MODEL, "off", "weights in fp32 with `merge --dtype bf16`", "_get_dtype_plan"),
     *contracts_of("transformers.integrations.peft:PeftAdapterMixin", "refused", _FILES, "_hf_peft_config_loaded"),
     Contract(target="transformers.distributed.mixin:_is_distributed_loading_by_transformers", without="off",
              use=_LOADED, behavior="`from_pretrained` marks a model that it has sharded.", since="5.19"),
@@ -67,6 +68,15 @@ def show_loading(model: Any) -> None:
 def tied_weights(model: Any) -> Mapping[str, str]:
     """Return name of each tied parameter -> name of its source."""
     return getattr(model, "all_tied_weights_keys", None) or {}
+
+
+def is_kept_in_fp32(model: Any, dtype: torch.dtype) -> Callable[[str], bool]:
+    """Return whether a parameter with this name stays in fp32 when the model is loaded in ``dtype``, as a function."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    plan = [*getattr(model, "_get_dtype_plan", lambda _: ())(dtype)]
+    pattern = build_glob_alternation(plan)[0] if plan else None
+    return lambda name: pattern is not None and pattern.search(name) is not None
 
 
 def stored_state(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

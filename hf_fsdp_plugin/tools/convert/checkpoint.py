@@ -22,8 +22,7 @@ from hf_fsdp_plugin.checkpoint.folders import restore_replaced
 from hf_fsdp_plugin.checkpoint.formats.known_formats import DEEPSPEED_FILES
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.formats.optimizer_state import unsupported_values
-from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredTensor, labelled_tensors, shared_tensors
-from hf_fsdp_plugin.checkpoint.io import InputFiles
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, StoredTensor, labelled_tensors, shared_tensors
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_names, plural
 from hf_fsdp_plugin.tools.common import Progress
@@ -47,15 +46,17 @@ class ConvertedCheckpoint:
     """The result of a conversion.
 
     Attributes:
-        step: number of optimizer steps.
+        dialect: what wrote the source: ``deepspeed``, or the name of its format.
+        step: number of optimizer steps; ``None`` for a model without a training.
         world_size: number of ranks that wrote the checkpoint.
         num_tensors, num_bytes: tensors of all models and optimizers, and their bytes.
         copied: the other files.
         problems: warnings about states that the checkpoint lacks.
     """
 
+    dialect: str = FORMAT
     out: Path
-    step: int
+    step: int | None
     world_size: int
     num_tensors: int
     num_bytes: int
@@ -65,7 +66,7 @@ class ConvertedCheckpoint:
     def to_json(self) -> dict[str, Any]:
         facts = {"step": self.step, "world_size": self.world_size, "copied": list(self.copied)}
         facts |= {"num_tensors": self.num_tensors, "num_bytes": self.num_bytes}
-        return {"dialect": FORMAT, "path": str(self.out), **facts}
+        return {"dialect": self.dialect, "path": str(self.out), **facts}
 
 
 def convert_checkpoint(source: Path, out: Path, *, force: bool, progress: Progress) -> ConvertedCheckpoint:
@@ -95,7 +96,7 @@ def convert_checkpoint(source: Path, out: Path, *, force: bool, progress: Progre
         for name in copied:
             shutil.copyfile(source / name, staging.folder / name)
         problems = [*_write_schedules(source, engines, staging.folder, step), *_missing_states(source, engines, copied)]
-        _write_states(engines, staging.folder, _manifest(engines[0]), progress, num_bytes)
+        write_states(engines, staging.folder, _manifest(engines[0]), progress, num_bytes)
         staging.commit()
     return ConvertedCheckpoint(
         out=out,
@@ -162,22 +163,38 @@ def _missing_states(source: Path, engines: Sequence[SavedEngine], copied: Sequen
 
 def _manifest(engine: SavedEngine) -> Manifest:
     """Return the manifest without files."""
-    world_size = _number(engine, "dp_world_size")
     zero = (engine.values.get("ds_config") or {}).get("zero_optimization") or {}
     stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
-    version = engine.values.get("ds_version")
+    strategy = _STRATEGIES[stage] if stage in range(len(_STRATEGIES)) else "full_shard"
+    world_size, version = _number(engine, "dp_world_size"), engine.values.get("ds_version")
+    versions = {FORMAT: version} if isinstance(version, str) else {}
+    return manifest_without_files(
+        engine.model, FORMAT, strategy, world_size, step=_number(engine, "global_steps"), versions=versions
+    )
+
+
+def manifest_without_files(
+    model: StoredModel, backend: str, strategy: str, world_size: int, *, step: int | None, versions: Mapping[str, str]
+) -> Manifest:
+    """Return the manifest of a converted checkpoint without files.
+
+    Args:
+        backend: what has written ``model``.
+        strategy: the sharding strategy with which ``world_size`` ranks did.
+        versions: those of the libraries that did.
+    """
     return Manifest(
         kind="sharded",
-        backend=FORMAT,
+        backend=backend,
         world_size=world_size,
         mesh={"replicate": 1, "shard": world_size},
-        strategy=_STRATEGIES[stage] if stage in range(len(_STRATEGIES)) else "full_shard",
-        step=_number(engine, "global_steps"),
+        strategy=strategy,
+        step=step,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        versions={"hf_fsdp_plugin": __version__, **({FORMAT: version} if isinstance(version, str) else {})},
+        versions={"hf_fsdp_plugin": __version__, **versions},
         settings={},
-        parameters={name: (tensor.dtype, tensor.shape) for name, tensor in engine.model.tensors.items()},
-        ties=tuple(shared_tensors(engine.model)),
+        parameters={name: (tensor.dtype, tensor.shape) for name, tensor in model.tensors.items()},
+        ties=tuple(shared_tensors(model)),
         files=(),
         batch={},
     )
@@ -188,14 +205,20 @@ def _number(engine: SavedEngine, key: str) -> int:
     return value if type(value) is int and value >= 0 else 0
 
 
-def _write_states(
+def write_states(
     engines: Sequence[SavedEngine], folder: Path, manifest: Manifest, progress: Progress, total: int
 ) -> None:
-    """Write models and optimizers, a file for each batch of tensors, and the manifest."""
+    """Write models and optimizers, a file for each batch of tensors, and the manifest.
+
+    Args:
+        total: bytes of all tensors.
+    """
+    from hf_fsdp_plugin.checkpoint.checking.verify import files_of_checkpoint
     from hf_fsdp_plugin.checkpoint.shards import ModelShards, OptimizerShards, whole_shard
     from hf_fsdp_plugin.checkpoint.writing.file_parts import PartWriter
     from hf_fsdp_plugin.checkpoint.writing.staging import RankRecord, complete_checkpoint
     from hf_fsdp_plugin.checkpoint.writing.state_files import optimizer_files, sharded_model_files
+    from hf_fsdp_plugin.tools.loaded_weights import read_tensor
 
     writer, records = PartWriter(), []
 
@@ -207,9 +230,9 @@ def _write_states(
         model, optimizer = engine.model, engine.optimizer
         aliases = {alias: first for first, *others in shared_tensors(model) for alias in others}
         own = {name: tensor for name, tensor in model.tensors.items() if name not in aliases}
-        with InputFiles(model.root) as files:
+        with files_of_checkpoint(model.root, model, verify=True) as files:
             for rank, batch in enumerate(_batches(own, lambda tensor: [tensor])):
-                shards = tuple(whole_shard(name, _read(files, tensor)) for name, tensor in batch.items())
+                shards = tuple(whole_shard(name, read_tensor(files, tensor)) for name, tensor in batch.items())
                 ties = {alias: name for alias, name in aliases.items() if name in batch}
                 write(sharded_model_files(ModelShards(shards, ties), number, rank), batch.values())
             if optimizer is None:
@@ -217,7 +240,7 @@ def _write_states(
             for rank, batch in enumerate(_batches(optimizer.state, _tensors_of)):
                 state = {
                     name: {
-                        key: whole_shard(f"state.{name}.{key}", _read(files, value))
+                        key: whole_shard(f"state.{name}.{key}", read_tensor(files, value))
                         if isinstance(value, StoredTensor)
                         else value
                         for key, value in entry.items()
@@ -254,15 +277,3 @@ def _num_bytes(tensor: StoredTensor) -> int:
     from hf_fsdp_plugin.checkpoint.formats.safetensors import num_bytes
 
     return num_bytes(tensor.dtype, tensor.shape)
-
-
-def _read(files: InputFiles, tensor: StoredTensor) -> Any:
-    """Return a tensor with the stored elements, in memory of its own."""
-    import torch
-
-    from hf_fsdp_plugin.checkpoint.reading.resharding import execute_transfers, plan_transfers
-    from hf_fsdp_plugin.checkpoint.shards import whole_shard
-
-    values = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
-    execute_transfers(files, plan_transfers(tensor, whole_shard(tensor.name, values).pieces))
-    return values

@@ -1,10 +1,11 @@
 """``hf-fsdp convert``: Convert a config of DeepSpeed, of another trainer or of Accelerate into one for FSDP, and show
-what became of each key; or a checkpoint of DeepSpeed into one from which a run with FSDP resumes.
+what became of each key; a checkpoint of DeepSpeed or a Hugging Face folder into shards from which a run with FSDP
+starts; or shards into a Hugging Face folder.
 
 Examples::
 
     hf-fsdp convert ds_zero3.json --out fsdp.yaml -- --bf16 true --learning_rate 2e-5
-    hf-fsdp convert run/checkpoint-500 --out run/checkpoint-500-fsdp
+    hf-fsdp convert llama --out llama-fsdp --dtype fp32
 
 The arguments of the script after ``--`` replace the values "auto".
 """
@@ -19,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
 from hf_fsdp_plugin.cli.main import make_parser
 from hf_fsdp_plugin.cli.output import (
     exit_code,
@@ -39,22 +41,28 @@ from hf_fsdp_plugin.text import format_bytes, format_value, plural, printable
 from hf_fsdp_plugin.tools.check.verb import config_named
 from hf_fsdp_plugin.tools.common import ProgressBars
 from hf_fsdp_plugin.tools.config.text import check_place, file_exists_error, stock_limits, write_config
+from hf_fsdp_plugin.tools.convert.checkpoint import convert_checkpoint
 from hf_fsdp_plugin.tools.convert.conversion import print_outcomes, with_converted_config
 from hf_fsdp_plugin.tools.convert.converted import TARGETS, Converted
+from hf_fsdp_plugin.tools.convert.deepspeed_files import tag_folder
 from hf_fsdp_plugin.tools.convert.dialects.interface import DialectReading, KeyOutcome, shown_setting, typed_value
-from hf_fsdp_plugin.tools.merge.verb import file_error
+from hf_fsdp_plugin.tools.convert.model_folder import convert_model_folder
+from hf_fsdp_plugin.tools.merge import verb as merge_verb
+from hf_fsdp_plugin.tools.merge.merging import MergeOptions
 
 _OF_ARGUMENTS: Final = ("FSDP-N104",)
 """Notes that an argument after ``--`` repeats the key whose value ``auto`` it replaces."""
 
 
 def add_arguments(parser: Parser) -> None:
-    about = "the config to convert (- reads stdin), or the folder of a checkpoint of DeepSpeed"
+    about = "the config to convert (- reads stdin), or the folder of a checkpoint or of a saved model"
     parser.add_argument("source", metavar="SOURCE", help=about)
     about = "form of the new config: a YAML for accelerate launch (default), or Python arguments"
     parser.add_argument("--to", choices=tuple(TARGETS), default="accelerate", help=about)
-    about = "write the new config to this file (default: print it), or the new checkpoint to this folder"
+    about = "write the new config to this file (default: print it), or the new weights to this folder"
     parser.add_argument("-o", "--out", metavar="OUT", help=about)
+    about = "dtype of floating-point tensors, if SOURCE is a folder (default: unchanged)"
+    parser.add_argument("--dtype", choices=merge_verb.DTYPES, help=about)
     parser.add_argument("--force", action="store_true", help="replace an existing OUT")
     add_override_flag(parser)
     add_setting_flags(parser)
@@ -76,7 +84,9 @@ def parse_argv(argv: Sequence[str]) -> argparse.Namespace:
 def run(args: argparse.Namespace) -> int:
     """Convert a config or a checkpoint. Returns 0 if it was converted, 1 for errors, 2 if there is no such file."""
     if args.source != "-" and Path(args.source).is_dir():
-        return _convert_checkpoint(args)
+        return _convert_folder(args)
+    if args.dtype is not None:
+        raise UsageError(f"--dtype is about weights, and {args.source} is not a folder. Leave it out.")
     sources = Sources(
         config=config_named(args.source),
         training_arguments=args.training_arguments,
@@ -123,24 +133,34 @@ def run(args: argparse.Namespace) -> int:
     return exit_code(problems, args.source)
 
 
-def _convert_checkpoint(args: argparse.Namespace) -> int:
-    """Convert a checkpoint of DeepSpeed."""
-    from hf_fsdp_plugin.tools.convert.checkpoint import convert_checkpoint
-
+def _convert_folder(args: argparse.Namespace) -> int:
+    """Convert a checkpoint of DeepSpeed or whole weights into shards, or shards into whole weights."""
     others = [*args.command_line, *(args.given[name] for name in ("to", "overrides") if name in args.given)]
     if others or args.training_arguments:
         flag = others[0] if others else "--"
         raise UsageError(f"{flag} is about configs, and {args.source} is a folder. Leave it out.")
     if args.out is None:
         raise UsageError("a checkpoint needs --out with the folder to write.")
+    source, out, dtype = Path(args.source), Path(args.out), merge_verb.DTYPES.get(args.dtype)
+    is_deepspeed = tag_folder(source, 0) is not None
+    if is_deepspeed and dtype is not None:
+        message = "--dtype conflicts with a checkpoint of DeepSpeed, whose masters and optimizer state are fp32."
+        raise UsageError(f"{message} Leave it out, and pass it to merge.")
+    if not is_deepspeed and read_stored_model(source).format == "dcp":
+        return merge_verb.write(args, source, out, MergeOptions(dtype=dtype, force=args.force))
     try:
         with ProgressBars() as progress:
-            done = convert_checkpoint(Path(args.source), Path(args.out), force=args.force, progress=progress)
+            if is_deepspeed:
+                done = convert_checkpoint(source, out, force=args.force, progress=progress)
+            else:
+                done = convert_model_folder(source, out, dtype=dtype, force=args.force, progress=progress)
     except OSError as error:
-        raise file_error(error, args.out) from error
-    text = f"{printable(str(done.out))}: step {done.step:,}, {plural(done.num_tensors, 'tensor')}, "
-    text += f"{format_bytes(done.num_bytes)}, written by {plural(done.world_size, 'rank')} of DeepSpeed"
-    return print_result(args, done.to_json(), text, done.problems)
+        raise merge_verb.file_error(error, args.out) from error
+    size = f"{plural(done.num_tensors, 'tensor')}, {format_bytes(done.num_bytes)}"
+    text = f"{size} to start a run from"
+    if done.step is not None:
+        text = f"step {done.step:,}, {size}, written by {plural(done.world_size, 'rank')} of DeepSpeed"
+    return print_result(args, done.to_json(), f"{printable(str(done.out))}: {text}", done.problems)
 
 
 def _outcomes_of(spec: FsdpSpec) -> list[KeyOutcome]:

@@ -21,6 +21,7 @@ from hf_fsdp_plugin.checkpoint.shards import pieces_in
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_names, plural
 from hf_fsdp_plugin.tools.common import Progress
+from hf_fsdp_plugin.tools.loaded_weights import ComputedTensor, read_tensor
 from hf_fsdp_plugin.tools.merge.output import MergePlan
 
 BLOCK = 4 << 20
@@ -31,14 +32,20 @@ _MERGE_AGAIN = "Merge again. If the problem persists, check the disk."
 def read_blocks(files: InputFiles, stored: StoredTensor, dtype: str = "") -> Iterator[tuple[torch.Tensor, int]]:
     """Yield the elements of a tensor in blocks, converted to ``dtype``, with rounding to nearest even.
 
+    A computed tensor is in memory as a whole.
+
     Returns:
         A flat tensor, and the number of finite values that became infinite.
     """
     numel, target = math.prod(stored.shape), getattr(torch, dtype or stored.dtype)
+    whole = read_tensor(files, stored).contiguous().view(-1) if isinstance(stored, ComputedTensor) else None
     for start in range(0, numel, BLOCK):
         stop = min(start + BLOCK, numel)
-        values = torch.empty(stop - start, dtype=getattr(torch, stored.dtype))
-        execute_transfers(files, plan_transfers(stored, pieces_in(values, flat_range(stored.shape, start, stop))))
+        if whole is not None:
+            values = whole[start:stop]
+        else:
+            values = torch.empty(stop - start, dtype=getattr(torch, stored.dtype))
+            execute_transfers(files, plan_transfers(stored, pieces_in(values, flat_range(stored.shape, start, stop))))
         if values.dtype == target:
             yield values, 0
             continue

@@ -8,24 +8,31 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass, field, fields
+import sys
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.checking.inspection import checkpoint_of
-from hf_fsdp_plugin.checkpoint.checking.verify import VerifiedFiles, check_headers
-from hf_fsdp_plugin.checkpoint.errors import problem, raise_if_any
+from hf_fsdp_plugin.checkpoint.checking.verify import VerifiedFiles, check_headers, files_of_checkpoint
+from hf_fsdp_plugin.checkpoint.errors import problem, raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.folders import restore_replaced
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, refuse_deepspeed
 from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest
 from hf_fsdp_plugin.checkpoint.formats.safetensors import index_text
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredTensor
 from hf_fsdp_plugin.checkpoint.io import InputFiles, write_atomically
+from hf_fsdp_plugin.plan.meta_model import meta_model
 from hf_fsdp_plugin.problems import Problem, has_errors
 from hf_fsdp_plugin.text import format_names, plural
 from hf_fsdp_plugin.tools.common import Progress
+from hf_fsdp_plugin.tools.loaded_weights import fp32_names
 from hf_fsdp_plugin.tools.merge import copying, output
 from hf_fsdp_plugin.tools.verify.comparison import config_problems, manifest_problems
+
+if TYPE_CHECKING:  # imports torch and Transformers
+    from hf_fsdp_plugin.tools.merge.folding import AdapterFold
 
 _WEIGHTS: Final = (file_names.safetensors_file(file_names.HF_MODEL), f"{file_names.HF_MODEL_BIN}.bin")
 _DESCRIPTIONS: Final = (file_names.DCP_METADATA, file_names.INDEX_FILE, *map(file_names.index_file, _WEIGHTS))
@@ -40,7 +47,9 @@ class MergeOptions:
         dtype: torch's name of the dtype for all floating-point tensors; ``None`` keeps their dtypes.
         max_shard_size: maximum number of bytes of tensors per file.
         config: the folder with the config and the tokenizer; ``None`` searches the checkpoint and the run folder above
-            it.
+            it. With ``fold_adapter``, the folder with the config of the adapter.
+        fold_adapter: the folder of the base model, with which the adapter of the checkpoint is merged; ``None`` does
+            not merge adapters.
         number: index of the model in the checkpoint, if ``Accelerator.prepare`` was called with several models.
         force: replace an existing output folder.
         verify_input: compare the bytes that are read with the hashes of the manifest.
@@ -51,6 +60,7 @@ class MergeOptions:
     dtype: str | None = None
     max_shard_size: int = 5 * 10**9
     config: Path | None = None
+    fold_adapter: Path | None = None
     number: int = 0
     force: bool = False
     verify_input: bool = True
@@ -70,6 +80,7 @@ class Merged:
         companions: config, tokenizer and other files copied from ``config_folder``.
         aliases: omitted tied name -> the name under which its tensor is written.
         compared_with: what names and shapes were compared with: ``manifest``, ``model`` or empty.
+        num_folded: number of tensors that an adapter has changed.
         verified: whether every byte was compared.
         deleted: whether the checkpoint's files were deleted.
         problems: warnings and notes; an error only if ``delete_input`` could not delete the input.
@@ -84,6 +95,7 @@ class Merged:
     companions: list[str]
     aliases: dict[str, str]
     compared_with: str = ""
+    num_folded: int = 0
     verified: bool = False
     deleted: bool = False
     problems: list[Problem] = field(default_factory=list)
@@ -109,8 +121,10 @@ def merge(checkpoint: Path, out: Path, options: MergeOptions, progress: Progress
     """
     out = Path(os.path.realpath(out))  # the target of a symbolic link is replaced, not the link
     restore_replaced(out)
-    refuse_deepspeed(checkpoint)
-    output.check_places(checkpoint, out, force=options.force)
+    places = [checkpoint, *([] if options.fold_adapter is None else [options.fold_adapter])]
+    for place in places:
+        refuse_deepspeed(place)
+        output.check_places(place, out, force=options.force)
     job = _Job(checkpoint, out, options, progress or (lambda *_: None))
     job.compare_with_config()
     with output.MergeStaging(out) as staging:
@@ -132,19 +146,29 @@ class _Job:
 
     def __init__(self, checkpoint: Path, out: Path, options: MergeOptions, progress: Progress) -> None:
         self.checkpoint, self.options, self.progress = checkpoint, options, progress
-        self.folder = checkpoint_of(checkpoint)
-        self.config_folder = output.find_config_folder(checkpoint, options.config)
-        self.model = read_stored_model(checkpoint, options.number)
+        self.fold: AdapterFold | None = None
+        source, config, number = checkpoint, options.config, options.number
+        if options.fold_adapter is not None:
+            source, config, number = options.fold_adapter, None, 0
+        self.folder = checkpoint_of(source)
+        self.config_folder = output.find_config_folder(source, config)
+        self.model = read_stored_model(source, number)
         self.manifest = read_manifest(self.folder)
         self.verify_input = options.verify_input or options.delete_input
         with self._open() as files:
             check_headers(files, self.model)
         # The manifest describes the first of several models.
-        self.model_manifest = self.manifest if options.number == 0 else None
+        self.model_manifest = self.manifest if number == 0 else None
         if self.model_manifest is not None:
             raise_if_any(manifest_problems(self.model, self.model_manifest))
         ties = self.manifest.ties if self.manifest is not None else ()
-        self.plan = output.plan_merge(self.model, ties, dtype=options.dtype, max_shard_size=options.max_shard_size)
+        written = self.model
+        if options.fold_adapter is not None:
+            self.fold, tensors = self._read_adapter()
+            written, ties = replace(self.model, tensors=tensors), ()
+        fp32 = self._fp32_names()
+        size = options.max_shard_size
+        self.plan = output.plan_merge(written, ties, dtype=options.dtype, max_shard_size=size, fp32=fp32)
         self.result = Merged(
             out=out,
             format=self.model.format,
@@ -154,6 +178,7 @@ class _Job:
             config_folder=self.config_folder,
             companions=output.companion_files(self.config_folder) if self.config_folder is not None else [],
             aliases=dict(self.plan.aliases),
+            num_folded=self.fold.num_changed if self.fold is not None else 0,
         )
         self._report_plan()
 
@@ -161,6 +186,35 @@ class _Job:
         if self.manifest is None or not self.verify_input:
             return InputFiles(self.model.root)
         return VerifiedFiles(self.model.root, self.manifest, self.folder)
+
+    def _read_adapter(self) -> tuple[AdapterFold, dict[str, StoredTensor]]:
+        """Return the adapter of the checkpoint, and the merged tensors. Raises if it does not fit the base model."""
+        from hf_fsdp_plugin.tools.merge.folding import AdapterFold
+
+        stored = read_stored_model(self.checkpoint, self.options.number)
+        config = output.find_config_folder(self.checkpoint, self.options.config, (file_names.ADAPTER_CONFIG,))
+        if config is None:
+            fix = "Give its folder with --config, or merge without --fold-adapter if the run has no adapter."
+            refuse("FSDP-E441", self.checkpoint, f"has no {file_names.ADAPTER_CONFIG}.", fix)
+        if self.config_folder is None:
+            refuse("FSDP-E441", self.model.root, "has no config.json.", "Give the folder of the base model.")
+        fold = AdapterFold(self.checkpoint, stored, self.model, self.config_folder, config)
+        tensors = fold.tensors(self.model)
+        files_of = files_of_checkpoint(self.checkpoint, stored, verify=self.verify_input)
+        with files_of as files, self._open() as base_files:
+            check_headers(files, stored)
+            fold.read(files, base_files)
+        return fold, tensors
+
+    def _fp32_names(self) -> list[str]:
+        """Return the names of the tensors that the model keeps in fp32 when it is loaded in the new dtype."""
+        if self.options.dtype not in ("bfloat16", "float16") or self.config_folder is None:
+            return []
+        try:
+            with contextlib.redirect_stdout(sys.stderr):  # libraries may print other lines than the result
+                return fp32_names(self.model, meta_model(self.config_folder), self.options.dtype)
+        except (ImportError, ValueError):  # the comparison with the config reports it
+            return []
 
     def compare_with_config(self) -> None:
         """Compare with the config's model, unless a manifest makes this unnecessary. Raises its errors."""
@@ -190,7 +244,9 @@ class _Job:
         if text is not None:
             write_atomically(folder / file_names.index_file(file_names.safetensors_file(file_names.HF_MODEL)), text)
         if self.config_folder is not None:
-            output.copy_companions(self.config_folder, self.result.companions, folder, self.options.dtype)
+            untie = self.fold is not None and self.fold.is_untied
+            names = self.result.companions
+            output.copy_companions(self.config_folder, names, folder, self.options.dtype, untie=untie)
 
     def compare_bytes(self, folder: Path) -> None:
         """Raise ``CheckpointError`` if the written bytes differ from the checkpoint."""
@@ -225,12 +281,19 @@ class _Job:
             fix = "Give the folder from which the model was loaded with --config."
             message = "no config.json was found; from_pretrained cannot load the output without one."
             self._report("FSDP-W488", message, fix)
-        elif self.options.config is None and not self.config_folder.samefile(self.checkpoint):
+        elif not self.config_folder.samefile(self.checkpoint) and not (self.options.config or self.fold):
             self._report("FSDP-N490", f"config and tokenizer are copied from {self.config_folder}.")
         if self.plan.aliases:
             ties = [f"'{name}' (tied to '{kept}')" for name, kept in self.plan.aliases.items()]
             message = f"the output omits {plural(len(ties), 'tied name')}, as Hugging Face does: {format_names(ties)}."
             self._report("FSDP-N491", message)
+        kept = [name for name, dtype in self.plan.dtypes.items() if dtype == "float32" != self.options.dtype]
+        if self.options.dtype and kept:
+            message = f"{plural(len(kept), 'tensor')} are written in fp32, which the model keeps at this dtype: "
+            self._report("FSDP-N443", f"{message}{format_names(kept, 3)}.")
+        if self.fold is not None and self.fold.is_untied:
+            message = "the adapter has trained one of two tied embeddings: both are written, and config.json has "
+            self._report("FSDP-W444", f"{message}tie_word_embeddings: false.", "Set ensure_weight_tying in LoraConfig.")
         if self.model.objects:
             omitted = plural(len(self.model.objects), "non-tensor entry", "non-tensor entries")
             self._report("FSDP-W499", f"the output omits {omitted}: {format_names(self.model.objects, 3)}.")
@@ -238,7 +301,7 @@ class _Job:
             names = format_names(self.plan.tensors, 3)
             self._report("FSDP-N492", f"contains an adapter, which is written under its own names: {names}.")
         elif file_names.is_wrapped_by_peft(self.plan.tensors):
-            fix = "Load the weights into the PEFT model, and call merge_and_unload()."
+            fix = "Give the base model with --fold-adapter, or call merge_and_unload() of the PEFT model."
             message = "contains a model with adapters, which is written under PEFT's names (base_layer)."
             self._report("FSDP-W493", message, fix)
 

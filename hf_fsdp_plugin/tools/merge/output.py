@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,15 @@ from hf_fsdp_plugin.checkpoint.folders import put_in_place
 from hf_fsdp_plugin.checkpoint.formats.safetensors import SafetensorsFile, plan_files
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, StoredTensor, shared_tensors
 from hf_fsdp_plugin.checkpoint.io import read_file, sync, write_atomically
-from hf_fsdp_plugin.checkpoint.names import ADAPTER, FSDP_MODEL, HF_MODEL, MERGING, hidden_path, is_adapter
+from hf_fsdp_plugin.checkpoint.names import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    FSDP_MODEL,
+    HF_MODEL,
+    MERGING,
+    hidden_path,
+    is_adapter,
+)
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 """The dtypes that are converted. Integers, booleans and quantized weights keep their dtype."""
@@ -53,7 +61,12 @@ class MergePlan:
 
 
 def plan_merge(
-    index: StoredModel, ties: Iterable[tuple[str, ...]], *, dtype: str | None, max_shard_size: int
+    index: StoredModel,
+    ties: Iterable[tuple[str, ...]],
+    *,
+    dtype: str | None,
+    max_shard_size: int,
+    fp32: Collection[str] = (),
 ) -> MergePlan:
     """Plan the merge of all tensors of a checkpoint.
 
@@ -61,6 +74,7 @@ def plan_merge(
         ties: groups of names that share one tensor, in addition to those with the same pieces.
         dtype: torch's name of the dtype for all floating-point tensors; ``None`` keeps their dtypes.
         max_shard_size: maximum number of bytes of tensors per file. Adapters are one file, because PEFT reads only one.
+        fp32: names of the tensors that are written in fp32 if there is a ``dtype``.
 
     Raises:
         CheckpointError: there are no tensors, or safetensors does not support their dtypes.
@@ -70,6 +84,7 @@ def plan_merge(
     aliases = _aliases(index, [*ties, *shared_tensors(index)])
     tensors = {name: tensor for name, tensor in index.tensors.items() if name not in aliases}
     dtypes = {name: dtype if dtype and tensor.dtype in FLOATS else tensor.dtype for name, tensor in tensors.items()}
+    dtypes |= {name: "float32" for name in fp32 if dtype and dtypes.get(name) == dtype}
     adapter = is_adapter(tensors)
     size, stem = (sys.maxsize, ADAPTER) if adapter else (max_shard_size, HF_MODEL)
     files = plan_files([(name, dtypes[name], tensor.shape) for name, tensor in tensors.items()], size, stem)
@@ -93,7 +108,7 @@ def _aliases(index: StoredModel, ties: Iterable[tuple[str, ...]]) -> dict[str, s
     return aliases
 
 
-MODEL_CONFIGS = ("config.json", "adapter_config.json")
+MODEL_CONFIGS = ("config.json", ADAPTER_CONFIG)
 _PATTERNS = (
     *MODEL_CONFIGS,
     "generation_config.json",
@@ -110,21 +125,24 @@ _PATTERNS = (
 )
 
 
-def find_config_folder(checkpoint: Path, config: Path | None) -> Path | None:
+def find_config_folder(checkpoint: Path, config: Path | None, names: Sequence[str] = MODEL_CONFIGS) -> Path | None:
     """Return the first folder with a model config: ``config`` if given, else the checkpoint or the run folder above it.
+
+    Args:
+        names: the file names of configs.
 
     Raises:
         CheckpointError: the given folder has no config.
     """
     if config is not None:
-        folder = config.parent if config.name in MODEL_CONFIGS else config
-        if not _has_config(folder):
+        folder = config.parent if config.name in names else config
+        if not _has_config(folder, names):
             fix = "Give the folder from which the model was loaded."
-            refuse("FSDP-E489", config, f"has no {MODEL_CONFIGS[0]}.", fix)
+            refuse("FSDP-E489", config, f"has no {names[0]}.", fix)
         return folder
     here = checkpoint.resolve()
     above = (here.parent, here.parent.parent) if here.name.startswith(FSDP_MODEL) else (here.parent,)
-    return next((folder for folder in (checkpoint, *above) if _has_config(folder)), None)
+    return next((folder for folder in (checkpoint, *above) if _has_config(folder, names)), None)
 
 
 def companion_files(folder: Path) -> list[str]:
@@ -141,13 +159,19 @@ def companion_files(folder: Path) -> list[str]:
     return names
 
 
-def copy_companions(folder: Path, names: list[str], out: Path, dtype: str | None) -> None:
-    """Copy the files. If ``dtype`` is given, it replaces the dtype in the model's config."""
+def copy_companions(folder: Path, names: list[str], out: Path, dtype: str | None, *, untie: bool = False) -> None:
+    """Copy the files. If ``dtype`` is given, it replaces the dtype in the model's config.
+
+    Args:
+        untie: the config says that embeddings are not tied.
+    """
     for name in names:
         target = out / name
         target.parent.mkdir(exist_ok=True)
-        if name == "config.json" and dtype is not None:
-            config = _with_dtype(json.loads((folder / name).read_text(encoding="utf-8")), dtype)
+        if name == "config.json" and (dtype is not None or untie):
+            config = json.loads((folder / name).read_text(encoding="utf-8"))
+            config = config if dtype is None else _with_dtype(config, dtype)
+            config |= {"tie_word_embeddings": False} if untie else {}
             write_atomically(target, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
         else:
             shutil.copyfile(folder / name, target)
@@ -165,8 +189,8 @@ def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     return {**config, **changed, **dict.fromkeys(keys, dtype)}
 
 
-def _has_config(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in MODEL_CONFIGS)
+def _has_config(folder: Path, names: Sequence[str]) -> bool:
+    return any((folder / name).is_file() for name in names)
 
 
 def staging_path(out: Path) -> Path:

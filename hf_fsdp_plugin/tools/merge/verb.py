@@ -3,8 +3,8 @@ model's size.
 
 Examples::
 
-    hf-fsdp merge out/checkpoint-500 merged
     hf-fsdp merge out/checkpoint-500 merged --dtype bf16 --verify
+    hf-fsdp merge lora/checkpoint-500 merged --fold-adapter llama
 """
 
 from __future__ import annotations
@@ -36,6 +36,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="bytes per file (default: 5GB)")
     about = "folder of config and tokenizer (default: CKPT or the folder above it)"
     add("--config", type=Path, metavar="DIR", help=about)
+    about = (
+        "merge the LoRA adapter of CKPT with the model in the folder BASE; --config is then the folder of its config"
+    )
+    add("--fold-adapter", type=Path, metavar="BASE", help=about)
     about = "the model to write, if the checkpoint contains several (default: 0)"
     add("--model-number", type=int, dest="number", default=0, metavar="N", help=about)
     add("--force", action="store_true", help="replace OUT if it is not empty")
@@ -52,13 +56,21 @@ def run(args: argparse.Namespace) -> int:
     check_folder(args.checkpoint)
     if args.delete_input and not args.verify_input:
         raise UsageError("--no-verify conflicts with --delete-input. Keep one of them.")
+    if args.fold_adapter is not None:
+        check_folder(args.fold_adapter)
+        if args.delete_input:
+            raise UsageError("--fold-adapter conflicts with --delete-input. Keep one of them.")
     given = {field.name: vars(args)[field.name] for field in fields(MergeOptions) if field.name in args}
-    options = MergeOptions(**given | {"dtype": DTYPES.get(args.dtype)})
+    return write(args, args.checkpoint, args.out, MergeOptions(**given | {"dtype": DTYPES.get(args.dtype)}))
+
+
+def write(args: argparse.Namespace, checkpoint: Path, out: Path, options: MergeOptions) -> int:
+    """Merge with these options, for this verb and for ``convert``. Returns what :func:`run` does."""
     try:
         with ProgressBars() as progress:
-            merged = merge(args.checkpoint, args.out, options, progress)
+            merged = merge(checkpoint, out, options, progress)
     except OSError as error:
-        raise file_error(error, args.out) from error
+        raise file_error(error, out) from error
     return print_result(args, merged.to_json(), _text(merged), merged.problems)
 
 
@@ -76,6 +88,8 @@ def _text(merged: Merged) -> str:
     lines = [f"{merged.out}: {plural(merged.num_tensors, 'tensor')}, {format_bytes(merged.num_bytes)} in {files}"]
     if merged.companions:
         lines.append(f"  copied: {', '.join(merged.companions)}")
+    if merged.num_folded:
+        lines.append(f"  merged with the adapter: {plural(merged.num_folded, 'tensor')}")
     checks = [f"names and shapes match the {merged.compared_with}"] if merged.compared_with else []
     checks += ["all bytes match the checkpoint"] if merged.verified else []
     if checks:

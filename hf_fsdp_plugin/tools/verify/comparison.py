@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.checkpoint import errors
-from hf_fsdp_plugin.checkpoint.formats.known_formats import format_named
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel
 from hf_fsdp_plugin.checkpoint.io import read_file
@@ -69,9 +68,13 @@ def _read_config(folder: Path) -> dict[str, Any] | None:
 
 
 def _differences(stored: StoredModel, model: Any, path: Path) -> list[Problem]:
+    from hf_fsdp_plugin.tools.loaded_weights import loaded_names
+
     state = model.state_dict(keep_vars=True)
     expected = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    names, merged = _loaded_names(stored, model)
+    loaded = loaded_names(stored, model)
+    names = {name: target for name, (target, _) in loaded.items()}
+    merged = {target for target, pattern in loaded.values() if pattern is not None}
     # Tensors that Transformers merges or splits when it loads them have different shapes in the files.
     shapes = {names[name]: tensor.shape for name, tensor in stored.tensors.items() if names[name] not in merged}
     present = {id(state[name]) for name in names.values() if name in state}  # tied names have the same tensor
@@ -113,31 +116,6 @@ def difference_problems(
     return [
         errors.problem(code, place, f"{text}: {format_names(names, 3)}.", fix) for code, names, text in found if names
     ]
-
-
-def _loaded_names(stored: StoredModel, model: Any) -> tuple[dict[str, str], set[str]]:
-    """Return stored name -> name in the model, and the names in the model that are merged from several stored tensors.
-
-    Hugging Face folders keep the names of the architecture's first release; other formats have the names of the model.
-    """
-    own = {name: name for name in stored.tensors}
-    if format_named(stored.format).state_dict_type != "full" or own.keys() <= model.state_dict().keys():
-        return own, set()
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    mapping = get_model_conversion_mapping(model)
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    names, merged = {}, set()
-    for name in own:
-        loaded, pattern = rename_source_key(
-            name, renamings, converters, base_model_prefix=model.base_model_prefix, meta_state_dict=model.state_dict()
-        )
-        names[name] = loaded
-        if pattern is not None:
-            merged.add(loaded)
-    return names, merged
 
 
 def _not_matching(names: Iterable[str], patterns: Iterable[str] | None) -> list[str]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
+from safetensors.torch import load_file, save_file
 
 from hf_fsdp_plugin.sources.interface import Sources
 from hf_fsdp_plugin.sources.tree import ConfigFile
@@ -223,3 +224,26 @@ def test_flags_of_configs_are_refused_for_a_folder(
 ) -> None:
     code, _, messages = hf_fsdp("convert", tmp_path, *arguments)
     assert code == 2 and text in messages
+
+
+def test_dtype_is_refused_for_configs_and_deepspeed(hf_fsdp: Any, tmp_path: Path) -> None:
+    Zero(weights={"w": torch.ones(3)}, groups=[["w"]]).write(tmp_path / "run", 2, 2)
+    code, _, messages = hf_fsdp("convert", tmp_path / "run", "--out", tmp_path / "out", "--dtype", "bf16")
+    assert code == 2 and "--dtype conflicts with a checkpoint of DeepSpeed" in messages
+    code, _, messages = hf_fsdp("convert", CONFIGS / "fsdp2_bf16.yaml", "--dtype", "bf16")
+    assert code == 2 and "--dtype is about weights" in messages
+
+
+def test_folder_becomes_shards_and_back(hf_fsdp: Any, tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    save_file({"w": torch.arange(6.0).reshape(2, 3)}, tmp_path / "hf" / "model.safetensors")
+    code, printed, messages = hf_fsdp("convert", tmp_path / "hf", "--out", tmp_path / "shards", "--dtype", "bf16")
+    assert (code, printed) == (0, f"{tmp_path}/shards: 1 tensor, 12 B to start a run from\n")
+    assert "FSDP-N475" in messages
+    assert hf_fsdp("convert", tmp_path / "shards", "--out", tmp_path / "back")[0] == 0
+    expected = torch.arange(6.0).reshape(2, 3).bfloat16()
+    assert torch.equal(load_file(tmp_path / "back" / "model.safetensors")["w"], expected)
+    code, printed, _ = hf_fsdp("convert", tmp_path / "hf", "--out", tmp_path / "shards", "--json", "--force")
+    found = json.loads(printed)
+    assert_valid("convert", found)
+    assert code == 0 and (found["dialect"], found["step"], found["num_tensors"]) == ("full", None, 1)

@@ -38,6 +38,12 @@ def test_wrong_usage_exits_2(words: list[str], checkpoint: Path, hf_fsdp: Callab
     assert hf_fsdp("merge", checkpoint, *([] if not words else ["out", *words]))[0] == 2
 
 
+def test_wrong_usage_of_fold_adapter_exits_2(checkpoint: Path, out: Path, tmp_path: Path, hf_fsdp: Callable) -> None:
+    assert hf_fsdp("merge", checkpoint, out, "--fold-adapter", tmp_path / "missing")[0] == 2
+    code, _, err = hf_fsdp("merge", checkpoint, out, "--fold-adapter", tmp_path, "--delete-input")
+    assert code == 2 and "--fold-adapter conflicts with --delete-input" in err
+
+
 def test_disk_error_exits_1(checkpoint: Path, out: Path, monkeypatch: pytest.MonkeyPatch, hf_fsdp: Callable) -> None:
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")

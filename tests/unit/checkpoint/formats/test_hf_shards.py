@@ -1,4 +1,4 @@
-"""Folders of ``save_pretrained(distributed_checkpoint=True)``: boxes of tensors in safetensors files."""
+"""Folders of ``save_pretrained(distributed_checkpoint=True)`` and of torch's writer: boxes in safetensors files."""
 
 from __future__ import annotations
 
@@ -81,3 +81,26 @@ def test_other_dtype_of_a_tensor_is_refused(folder: Path) -> None:
     save_file({"b": np.zeros(2, "f4")}, folder / "shard-00002-model-00001-of-00001.safetensors", info)
     with pytest.raises(CheckpointError, match="FSDP-E459"):
         read_stored_model(folder)
+
+
+def test_shards_of_an_interrupted_consolidation_are_read(folder: Path) -> None:
+    (folder / "sharded").mkdir()
+    for path in folder.glob("shard-*"):
+        path.rename(folder / "sharded" / path.name)
+    model = read_stored_model(folder)
+    assert model.format == "hf_shards" and (assembled(folder, model.tensors["a"]) == WHOLE["a"]).all()
+    assert model.files == tuple(f"sharded/shard-{rank:05d}-model-00001-of-00001.safetensors" for rank in BOXES)
+
+
+@pytest.mark.parametrize("rows", [4, 2], ids=["whole", "overwritten"])
+def test_file_that_ranks_have_overwritten_is_refused(tmp_path: Path, rows: int) -> None:
+    """Without ``save_distributed``, all ranks write to one file. The index has the bytes of all of their parts."""
+    info = {"DCP_SHARDING_INFO": json.dumps({"a": {"saved_offsets": [0, 0]}}), "DCP_VERSION": "1.0"}
+    save_file({"a": WHOLE["a"][:rows]}, tmp_path / "model-00001-of-00001.safetensors", info)
+    index = {"metadata": {"total_size": WHOLE["a"].nbytes}, "weight_map": {"a": "model-00001-of-00001.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    if rows == len(WHOLE["a"]):
+        assert read_stored_model(tmp_path).format == "full"
+        return
+    with pytest.raises(CheckpointError, match=r"several ranks wrote to the same files.*FSDP-E458"):
+        read_stored_model(tmp_path)
