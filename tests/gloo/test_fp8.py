@@ -41,8 +41,8 @@ from tests.support.training import (
 )
 
 NUM_STEPS = 4
-"""Sums of two ranks differ by 1e-7 from those of one process. After some more steps, one such difference is at the border
-between two numbers of fp8, on some processors, and changes a norm by 0.1%."""
+"""Sums of two ranks differ by 1e-7 from those of one process. After some more steps, one such difference is at the
+border between two numbers of fp8, on some processors, and changes a norm by 0.1%."""
 
 
 Results = tuple[float, dict[str, torch.Tensor]]
