@@ -19,7 +19,7 @@ _EXPORTS = {
     "integrations.accelerate.accelerator": ("accelerator",),
     "integrations.install": ("install", "uninstall"),
     "integrations.resuming": ("newest_checkpoint",),
-    "integrations.reports": ("report",),
+    "integrations.report_on_request": ("report",),
     "integrations.save_requests": ("end_requested_save", "save_requested"),
     "integrations.transformers.loading": ("from_pretrained",),
     "integrations.transformers.trainer": ("FsdpTrainer", "FsdpTrainerMixin", "FsdpTrainingArguments"),
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from hf_fsdp_plugin.integrations.accelerate.accelerator import accelerator as accelerator
     from hf_fsdp_plugin.integrations.install import install as install
     from hf_fsdp_plugin.integrations.install import uninstall as uninstall
-    from hf_fsdp_plugin.integrations.reports import report as report
+    from hf_fsdp_plugin.integrations.report_on_request import report as report
     from hf_fsdp_plugin.integrations.resuming import newest_checkpoint as newest_checkpoint
     from hf_fsdp_plugin.integrations.save_requests import end_requested_save as end_requested_save
     from hf_fsdp_plugin.integrations.save_requests import save_requested as save_requested

@@ -98,7 +98,7 @@ def _run_ranks(arguments: flags.LaunchArguments, spec: FsdpSpec, world: worlds.W
     options, launch = arguments.options, spec.launch
     from hf_fsdp_plugin.launcher.rendezvous import Rendezvous  # lazy: imports torch
     from hf_fsdp_plugin.launcher.start_ranks import run_attempts
-    from hf_fsdp_plugin.runs.restart_policy import Restarts
+    from hf_fsdp_plugin.runs.attempts import Restarts
 
     restarts = Restarts(run_id=_run_id(options) or uuid.uuid4().hex, max_restarts=int(options.get("max_restarts", 0)))
     rendezvous = Rendezvous(

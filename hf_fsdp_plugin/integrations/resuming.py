@@ -37,7 +37,7 @@ from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.problems import CheckpointError, Problem, SpecError
 from hf_fsdp_plugin.rank_variables import launched_world_size, variable_number
 from hf_fsdp_plugin.runs import identity as runs
-from hf_fsdp_plugin.runs.restart_policy import Restarts
+from hf_fsdp_plugin.runs.attempts import Restarts
 from hf_fsdp_plugin.state import process
 from hf_fsdp_plugin.text import plural
 

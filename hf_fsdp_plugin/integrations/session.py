@@ -11,8 +11,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
+from hf_fsdp_plugin.runs.attempts import Restarts
 from hf_fsdp_plugin.runs.identity import RunIdentity
-from hf_fsdp_plugin.runs.restart_policy import Restarts
 from hf_fsdp_plugin.sources.interface import SourceSettings
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import add_settings, combine

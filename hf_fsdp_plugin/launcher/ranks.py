@@ -30,8 +30,8 @@ from hf_fsdp_plugin.hangs.python_stacks import request_stack
 from hf_fsdp_plugin.hangs.watch_files import RankFiles
 from hf_fsdp_plugin.launcher.flags import LaunchArguments
 from hf_fsdp_plugin.launcher.world import World, num_cores
+from hf_fsdp_plugin.runs.attempts import Restarts
 from hf_fsdp_plugin.runs.failures import RankExit, read_exit
-from hf_fsdp_plugin.runs.restart_policy import Restarts
 from hf_fsdp_plugin.sources.handover import LaunchHandover
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.rules import mesh_variables

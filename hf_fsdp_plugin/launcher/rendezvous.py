@@ -25,7 +25,7 @@ from typing import Any, Final, Literal
 import hf_fsdp_plugin.time_limits as time_limits
 from hf_fsdp_plugin.launcher.world import World, rendezvous_address
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts
+from hf_fsdp_plugin.runs.attempts import FailedAttempt, Restarts
 from hf_fsdp_plugin.spec.fsdp_spec import LaunchSection
 from hf_fsdp_plugin.text import plural, printable
 

@@ -35,8 +35,9 @@ from hf_fsdp_plugin.launcher.rendezvous import (  # imports torch
     SignalException,
     wait_until,
 )
+from hf_fsdp_plugin.runs.attempts import assess_attempt
 from hf_fsdp_plugin.runs.failures import AttemptResult, first_failure, summarize_exit, tell_failure
-from hf_fsdp_plugin.runs.restart_policy import assess_attempt, refuse_restart
+from hf_fsdp_plugin.runs.restart_policy import refuse_restart
 from hf_fsdp_plugin.text import plural
 from hf_fsdp_plugin.torch_private.elastic import AttemptAgent, prepare_torch
 

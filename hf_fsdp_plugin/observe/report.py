@@ -20,7 +20,7 @@ from hf_fsdp_plugin.observe.observed_run import JsonObject, format_value
 from hf_fsdp_plugin.observe.units import HELD, UnitObservation
 from hf_fsdp_plugin.plan.names import common_name
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.runs.restart_policy import Restarts
+from hf_fsdp_plugin.runs.attempts import Restarts
 from hf_fsdp_plugin.text import format_memory, format_names, format_table, plural, shorten, truncate_lines
 from hf_fsdp_plugin.version import SCHEMA_VERSION
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from hf_fsdp_plugin.backends.sharding.forwards import checkpoints_itself
+from hf_fsdp_plugin.backends.sharding.activation_checkpointing import checkpoints_itself
 from hf_fsdp_plugin.contracts import ContractError
 from hf_fsdp_plugin.devices import accelerator_type
 from hf_fsdp_plugin.observe import unit_readers

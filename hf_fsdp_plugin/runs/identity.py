@@ -37,8 +37,8 @@ from typing import Final
 
 from hf_fsdp_plugin.hangs.watch_files import RankFiles, remove_files, scratch_folder, write_if_possible
 from hf_fsdp_plugin.rank_variables import ERROR_FILE_VARIABLE, POD_ID_VARIABLE, RUN_ID_VARIABLE, variable_number
+from hf_fsdp_plugin.runs.attempts import FailedAttempt, Restarts, count_steps
 from hf_fsdp_plugin.runs.failures import first_failure, read_exit, summarize_exit
-from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts, count_steps
 
 _AGENT_VARIABLE: Final = "TORCHELASTIC_RUN_ID"
 

@@ -103,7 +103,7 @@ def run_job(
     from hf_fsdp_plugin.launcher.ranks import RankJob, launch_env, rank_command
     from hf_fsdp_plugin.launcher.rendezvous import Rendezvous  # imports torch
     from hf_fsdp_plugin.launcher.start_ranks import run_once
-    from hf_fsdp_plugin.runs.restart_policy import Restarts
+    from hf_fsdp_plugin.runs.attempts import Restarts
     from hf_fsdp_plugin.spec.fsdp_spec import LaunchSection
 
     job = RankJob(

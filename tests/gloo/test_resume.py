@@ -24,7 +24,7 @@ from hf_fsdp_plugin.hangs.calls import record
 from hf_fsdp_plugin.integrations.session import current_run
 from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.problems import CheckpointError
-from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts
+from hf_fsdp_plugin.runs.attempts import FailedAttempt, Restarts
 from hf_fsdp_plugin.tools.verify.verification import verify
 from tests.support.matrices import slow
 from tests.support.ranks import Ranks

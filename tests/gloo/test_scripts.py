@@ -304,7 +304,7 @@ RESTARTED = """\
 import os, runpy, sys
 from pathlib import Path
 from hf_fsdp_plugin.integrations.session import current_run
-from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts
+from hf_fsdp_plugin.runs.attempts import FailedAttempt, Restarts
 
 count = int(sys.argv[1])
 failures = tuple(FailedAttempt(failure="rank 1: killed by SIGKILL", began=0, steps=6) for _ in range(count))

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hf_fsdp_plugin.checkpoint.formats.boxes import numpy_dtype, relative_slices, whole_box
+from hf_fsdp_plugin.checkpoint.formats.boxes import relative_slices, whole_box
+from hf_fsdp_plugin.checkpoint.formats.dtypes import numpy_dtype
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredTensor
 
 

@@ -1,1 +1,4 @@
-"""Agreement of the ranks: errors and plans that are the same on all of them, and ranks that are missing in a call."""
+"""Agreement of the ranks: errors, plans and steps that all of them have, and ranks that are missing in a call.
+
+``cluster`` is about their machines: variables of Slurm, ranks per machine, the network of gloo.
+"""

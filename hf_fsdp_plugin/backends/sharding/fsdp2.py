@@ -14,8 +14,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.backends.loading.weight_loader import Places, WeightLoader, cast_buffers
+from hf_fsdp_plugin.backends.meshes import device_mesh
 from hf_fsdp_plugin.backends.sharding.forwards import cast_inputs_of, fp32_ids
-from hf_fsdp_plugin.backends.torch_types import device_mesh
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, torch_dtype
 from hf_fsdp_plugin.torch_private import fsdp2 as private
 from hf_fsdp_plugin.torch_private.functions import compute_local_shape_and_global_offset

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from hf_fsdp_plugin.backends.loading.weight_loader import WeightLoader
 from hf_fsdp_plugin.backends.optimizers.parameters import attach_optimizers, detach_optimizers, has_stepped
 from hf_fsdp_plugin.backends.ranks.agreement import collective_call, on_all_ranks
-from hf_fsdp_plugin.backends.sharding import buffers, forwards, script_access
+from hf_fsdp_plugin.backends.sharding import activation_checkpointing, buffers, forwards, script_access
 from hf_fsdp_plugin.backends.sharding.fsdp1 import apply_fsdp1
 from hf_fsdp_plugin.backends.sharding.fsdp2 import adopt_fsdp2, apply_fsdp2
 from hf_fsdp_plugin.backends.sharding.state_dicts import support_state_dicts
@@ -104,12 +104,12 @@ def shard(
         module.forward = forward
     if plan.sharded_at_load:
         sharded = adopt_fsdp2(plan, model, device)
-        forwards.apply_activation_checkpointing(plan, sharded)
+        activation_checkpointing.apply_activation_checkpointing(plan, sharded)
     elif plan.pre_sharded:
         sharded = model
     else:
         loader = WeightLoader(plan, model, device)
-        forwards.apply_activation_checkpointing(plan, model, compile_unit)
+        activation_checkpointing.apply_activation_checkpointing(plan, model, compile_unit)
         loader.prepare_buffers()
         apply = apply_fsdp2 if plan.backend == "fsdp2" else apply_fsdp1
         sharded = apply(plan, model, device, loader)

@@ -14,7 +14,8 @@ from typing import Any
 
 from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN, file_problems_inside, raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.formats import pickles, stored_tensors
-from hf_fsdp_plugin.checkpoint.formats.boxes import SIZES, Box, element_span, is_within, row_major, whole_box
+from hf_fsdp_plugin.checkpoint.formats.boxes import Box, element_span, is_within, row_major, whole_box
+from hf_fsdp_plugin.checkpoint.formats.dtypes import SIZES
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import (
     StatePath,
     StoredPiece,

@@ -1,6 +1,7 @@
 """The manifest of a checkpoint: its contents, its settings, and hashes of all bytes. It marks a finished checkpoint.
 
 ``fsdp_manifest.json`` is written last, after every file that it lists. ``docs/manifest.md`` is its specification.
+``checkpoint.io`` computes the hashes.
 """
 
 from __future__ import annotations

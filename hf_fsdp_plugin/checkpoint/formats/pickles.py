@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_fsdp_plugin.checkpoint.errors import refuse
-from hf_fsdp_plugin.checkpoint.formats.boxes import SIZES
+from hf_fsdp_plugin.checkpoint.formats.dtypes import SIZES
 from hf_fsdp_plugin.checkpoint.io import without_collection
 
 

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from hf_fsdp_plugin.checkpoint import errors
 from hf_fsdp_plugin.checkpoint import names as file_names
-from hf_fsdp_plugin.checkpoint.formats.boxes import SAFETENSORS_NAMES, SIZES, dtype_size
+from hf_fsdp_plugin.checkpoint.formats.dtypes import SAFETENSORS_NAMES, SIZES, dtype_size
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredState, tensor_in_file
 from hf_fsdp_plugin.checkpoint.io import object_in, open_for_reading, read_file
 from hf_fsdp_plugin.problems import Problem

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN, refuse
-from hf_fsdp_plugin.checkpoint.formats import boxes
+from hf_fsdp_plugin.checkpoint.formats import boxes, dtypes
 from hf_fsdp_plugin.checkpoint.io import read_range
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.text import format_names, plural
@@ -48,7 +48,7 @@ class StoredPiece(NamedTuple):
 
     def stop(self, dtype: str) -> int:
         """Return the byte offset in the file after the piece."""
-        span = boxes.element_span(self.strides, self.box.sizes) * boxes.dtype_size(dtype)
+        span = boxes.element_span(self.strides, self.box.sizes) * dtypes.dtype_size(dtype)
         return self.offset + (self.archive or span)
 
 
@@ -89,7 +89,7 @@ class StoredTensor:
                 found = self.open_archive(self, piece) if piece.archive and self.open_archive is not None else piece
                 ahead = zip(common.offsets, found.box.offsets, found.strides, strict=True)
                 first = sum((here - origin) * stride for here, origin, stride in ahead)
-                yield found, common, found.offset + first * boxes.dtype_size(self.dtype)
+                yield found, common, found.offset + first * dtypes.dtype_size(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,13 +217,13 @@ def _group(group: Any, root: Path) -> dict[str, Any]:
 
 def _number(tensor: StoredTensor, root: Path) -> Any:
     """Return the value of a scalar tensor, such as a learning rate; other tensors are returned unchanged."""
-    if math.prod(tensor.shape) != 1 or tensor.dtype != str(boxes.numpy_dtype(tensor.dtype)):
+    if math.prod(tensor.shape) != 1 or tensor.dtype != str(dtypes.numpy_dtype(tensor.dtype)):
         return tensor
     import numpy
 
     piece, _, offset = next(tensor.parts_of(boxes.whole_box(tensor.shape)))
-    data = read_range(root / piece.file, offset, boxes.dtype_size(tensor.dtype))
-    return numpy.frombuffer(data, boxes.numpy_dtype(tensor.dtype))[0].item()
+    data = read_range(root / piece.file, offset, dtypes.dtype_size(tensor.dtype))
+    return numpy.frombuffer(data, dtypes.numpy_dtype(tensor.dtype))[0].item()
 
 
 def tensor_in_file(

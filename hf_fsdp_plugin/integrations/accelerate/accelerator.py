@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, utils
 
+from hf_fsdp_plugin.backends.meshes import world_mesh
 from hf_fsdp_plugin.backends.optimizers.clipping import clip_grad_norm
 from hf_fsdp_plugin.backends.ranks import agreement, cluster
 from hf_fsdp_plugin.backends.sharding.shard import has_shards, locate_module
 from hf_fsdp_plugin.backends.sharding.state_dicts import STATE_FIX
-from hf_fsdp_plugin.backends.torch_types import world_mesh
 from hf_fsdp_plugin.devices import DEVICES, accelerator_type, get_device, select_device
 from hf_fsdp_plugin.integrations import patching
 from hf_fsdp_plugin.integrations.accelerate import fp8, private
@@ -34,7 +34,7 @@ from hf_fsdp_plugin.integrations.session import attributes_in_block, session
 from hf_fsdp_plugin.messages import print_once, print_warnings
 from hf_fsdp_plugin.observers import mark_phase
 from hf_fsdp_plugin.plan.fsdp_plan import MeshPlan, ProblemCollector, has_replicas
-from hf_fsdp_plugin.plan.resolve import resolve_mesh
+from hf_fsdp_plugin.plan.mesh import resolve_mesh
 from hf_fsdp_plugin.plan.units import distributed_config_of
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 from hf_fsdp_plugin.rank_variables import launched_local_rank, launched_world_size

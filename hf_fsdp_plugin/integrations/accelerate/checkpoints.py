@@ -26,12 +26,12 @@ from hf_fsdp_plugin.checkpoint.reading.resharding import load_model
 from hf_fsdp_plugin.checkpoint.reading.states import load_state_file
 from hf_fsdp_plugin.checkpoint.writing.state_files import manifest_of
 from hf_fsdp_plugin.integrations.accelerate import plugin as plugins
-from hf_fsdp_plugin.integrations.accelerate.batches import batch_of, keep_samples_per_step
 from hf_fsdp_plugin.integrations.accelerate.private import (
     prepared_models,
     prepared_schedulers,
     shared_state,
 )
+from hf_fsdp_plugin.integrations.accelerate.steps_after_restart import batch_of, keep_samples_per_step
 from hf_fsdp_plugin.integrations.resuming import continue_run, find_checkpoint, run_fact, warn_differences
 from hf_fsdp_plugin.integrations.saving import call_name, exporting, manager
 from hf_fsdp_plugin.integrations.session import attributes_in_block, outer_calls

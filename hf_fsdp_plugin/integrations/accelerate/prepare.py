@@ -27,8 +27,8 @@ from hf_fsdp_plugin.hangs.calls import record
 from hf_fsdp_plugin.integrations import call_hooks, peft, resuming, saving, script_arguments
 from hf_fsdp_plugin.integrations.accelerate import fp8, private, run_report
 from hf_fsdp_plugin.integrations.accelerate.accelerator import adopt_models
-from hf_fsdp_plugin.integrations.accelerate.batches import notice_accumulation
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, if_planned, planned_plugin
+from hf_fsdp_plugin.integrations.accelerate.steps_after_restart import notice_accumulation
 from hf_fsdp_plugin.integrations.failure_watch import watch
 from hf_fsdp_plugin.messages import print_warnings
 from hf_fsdp_plugin.observe.first_step import check_added

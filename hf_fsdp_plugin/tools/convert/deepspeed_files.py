@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from hf_fsdp_plugin.checkpoint import errors
 from hf_fsdp_plugin.checkpoint.errors import refuse
-from hf_fsdp_plugin.checkpoint.formats import boxes
+from hf_fsdp_plugin.checkpoint.formats import boxes, dtypes
 from hf_fsdp_plugin.checkpoint.formats.known_formats import DEEPSPEED_FILES
 from hf_fsdp_plugin.checkpoint.formats.pickles import PickledTensor
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import (
@@ -428,10 +428,10 @@ def _divided(
             message = f"has {found.numel:,} elements of {vector} in {found.dtype}; "
             message += f"{at + end - begin:,} in {dtype} were expected."
             refuse("FSDP-E459", ranks.root / found.file, message, errors.COPY_ALL_RANKS)
-        offset = found.offset + at * boxes.dtype_size(dtype)
+        offset = found.offset + at * dtypes.dtype_size(dtype)
         for run in boxes.flat_range(shape, begin, end):
             pieces.append(StoredPiece(run, found.file, offset, boxes.row_major(run.sizes)))
-            offset += run.numel * boxes.dtype_size(dtype)
+            offset += run.numel * dtypes.dtype_size(dtype)
     return StoredTensor(name, dtype, shape, tuple(pieces))
 
 

@@ -14,7 +14,7 @@ from hf_fsdp_plugin import SpecError
 from hf_fsdp_plugin.launcher.rendezvous import Rendezvous, compare_facts
 from hf_fsdp_plugin.launcher.world import World
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts
+from hf_fsdp_plugin.runs.attempts import FailedAttempt, Restarts
 from hf_fsdp_plugin.spec.fsdp_spec import LaunchSection
 
 RUN = Restarts(run_id="a", max_restarts=3)

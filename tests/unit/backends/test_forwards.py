@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_fsdp_plugin.backends.sharding.forwards import ActivationOffload, apply_activation_checkpointing
+from hf_fsdp_plugin.backends.sharding.activation_checkpointing import ActivationOffload, apply_activation_checkpointing
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.torch_private.functions import CheckpointWrapper

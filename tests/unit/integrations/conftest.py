@@ -14,7 +14,7 @@ import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.integrations.failure_watch import watch
 from hf_fsdp_plugin.integrations.hooks import HOOKS
 from hf_fsdp_plugin.integrations.session import current_run
-from hf_fsdp_plugin.runs.restart_policy import Restarts
+from hf_fsdp_plugin.runs.attempts import Restarts
 
 RANK = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 

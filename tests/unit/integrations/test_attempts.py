@@ -20,8 +20,8 @@ from hf_fsdp_plugin.hangs.calls import record
 from hf_fsdp_plugin.hangs.watch_files import RankFiles
 from hf_fsdp_plugin.integrations import resuming as subject
 from hf_fsdp_plugin.integrations.session import current_run
+from hf_fsdp_plugin.runs.attempts import FailedAttempt, Restarts
 from hf_fsdp_plugin.runs.identity import RunIdentity, attempt_folder, identify_run
-from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts
 
 AGENT = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_MAX_RESTARTS": "3"}
 

@@ -11,8 +11,8 @@ import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.hangs.calls import record
 from hf_fsdp_plugin.integrations import resuming as subject
 from hf_fsdp_plugin.integrations.session import current_run
+from hf_fsdp_plugin.runs.attempts import FailedAttempt, Restarts
 from hf_fsdp_plugin.runs.identity import RunIdentity
-from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts
 
 
 @pytest.fixture

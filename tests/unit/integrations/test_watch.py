@@ -23,7 +23,7 @@ from hf_fsdp_plugin.integrations.session import current_run
 from hf_fsdp_plugin.integrations.watch_thread import WatchedRank
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.rank_variables import ERROR_FILE_VARIABLE, FILES_VARIABLE, LOG_VARIABLE
-from hf_fsdp_plugin.runs.restart_policy import Restarts
+from hf_fsdp_plugin.runs.attempts import Restarts
 
 
 def armed() -> WatchedRank:

@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 import hf_fsdp_plugin.time_limits as time_limits
 from hf_fsdp_plugin.launcher.rendezvous import Rendezvous
 from hf_fsdp_plugin.launcher.world import World
-from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts
+from hf_fsdp_plugin.runs.attempts import FailedAttempt, Restarts
 from hf_fsdp_plugin.spec.fsdp_spec import LaunchSection
 
 

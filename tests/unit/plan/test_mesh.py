@@ -8,7 +8,8 @@ import pytest
 from torch import nn
 
 from hf_fsdp_plugin.plan.fsdp_plan import MeshPlan, ProblemCollector
-from hf_fsdp_plugin.plan.resolve import check_divided_layers, resolve_mesh
+from hf_fsdp_plugin.plan.mesh import resolve_mesh
+from hf_fsdp_plugin.plan.resolve import check_divided_layers
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec, LaunchSection, MeshSection, ShardingSection
 from hf_fsdp_plugin.spec.load import load_spec

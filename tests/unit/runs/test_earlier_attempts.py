@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from hf_fsdp_plugin.hangs.watch_files import RankFiles
+from hf_fsdp_plugin.runs.attempts import Restarts
 from hf_fsdp_plugin.runs.identity import RunIdentity, agree_on_attempts, keep_attempts, read_attempts
-from hf_fsdp_plugin.runs.restart_policy import Restarts
 
 
 def failure(name: str = "RuntimeError") -> dict[str, Any]:

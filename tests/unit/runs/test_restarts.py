@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from hf_fsdp_plugin.runs.restart_policy import FailedAttempt, Restarts
+from hf_fsdp_plugin.runs.attempts import FailedAttempt, Restarts
 
 
 def attempt(began: int | None, steps: int | None) -> FailedAttempt:

@@ -15,7 +15,7 @@ from typing import Final, Literal
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.backends.sharding.forwards import checkpoints_itself
+from hf_fsdp_plugin.backends.sharding.activation_checkpointing import checkpoints_itself
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import ancestors, is_inside, parent_of
 from hf_fsdp_plugin.strategies import STRATEGIES

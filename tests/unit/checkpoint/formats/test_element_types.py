@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_fsdp_plugin.checkpoint.formats.boxes import SIZES, dtype_size, numpy_dtype
+from hf_fsdp_plugin.checkpoint.formats.dtypes import SIZES, dtype_size, numpy_dtype
 
 
 @pytest.mark.parametrize("name", sorted(SIZES))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from hf_fsdp_plugin.checkpoint.formats.boxes import SAFETENSORS_NAMES, dtype_size
+from hf_fsdp_plugin.checkpoint.formats.dtypes import SAFETENSORS_NAMES, dtype_size
 from hf_fsdp_plugin.checkpoint.formats.safetensors import SafetensorsFile, index_text, num_bytes, plan_files
 from hf_fsdp_plugin.problems import CheckpointError
 

@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental import context_parallel
 
-from hf_fsdp_plugin.backends.sharding.forwards import configs_with_cache, fp32_forwards
+from hf_fsdp_plugin.backends.sharding.activation_checkpointing import configs_with_cache
+from hf_fsdp_plugin.backends.sharding.forwards import fp32_forwards
 from hf_fsdp_plugin.backends.torch_types import cast_floats
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, torch_dtype
 from hf_fsdp_plugin.plan.names import is_inside

@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from hf_fsdp_plugin.backends.sharding.forwards import save_every_second_matmul
+from hf_fsdp_plugin.backends.sharding.activation_checkpointing import save_every_second_matmul
 from hf_fsdp_plugin.backends.torch_types import cast_floats
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, torch_dtype
 from hf_fsdp_plugin.plan.names import is_inside

@@ -1,4 +1,4 @@
-"""The samples of an optimizer step after a restart with another number of ranks.
+"""The samples and the learning-rate schedule of the steps after a restart with another number of ranks.
 
 The gradient accumulation changes, so that a step has as many samples as before. Schedules that would not be the same
 are reported.

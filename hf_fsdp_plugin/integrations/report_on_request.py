@@ -1,4 +1,4 @@
-"""The report on request, of whatever a script has: a model, an ``Accelerator`` or a ``Trainer``."""
+"""The report on request, of a model, an ``Accelerator`` or a ``Trainer``. ``run_report`` writes the one at the end."""
 
 from __future__ import annotations
 

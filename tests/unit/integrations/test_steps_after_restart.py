@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils.data import DataLoader
 from transformers import get_scheduler
 
-from hf_fsdp_plugin.integrations.accelerate.batches import (
+from hf_fsdp_plugin.integrations.accelerate.steps_after_restart import (
     AccelerateLoop,
     batch_of,
     keep_samples_per_step,
