@@ -122,10 +122,6 @@ def write_atomically(path: Path, *parts: bytes | str, preserve: bool = False) ->
         raise
 
 
-_NOT_OPEN, _NO_DIRECT = -2, -1
-"""Values of a direct descriptor: before its first use, and if the file system has no direct writes."""
-
-
 class OutputFile:
     """A file that is open for writing. Whole pages bypass the page cache if the file system supports that.
 
@@ -134,7 +130,9 @@ class OutputFile:
 
     def __init__(self, path: Path) -> None:
         self._path, self._descriptor = path, os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
-        self._direct = _NOT_OPEN if DIRECT else _NO_DIRECT
+        self._direct: int | None = None  # a descriptor for writes that bypass the page cache
+        with suppress(OSError):
+            self._direct = os.open(path, os.O_WRONLY | DIRECT) if DIRECT else None
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -142,9 +140,9 @@ class OutputFile:
 
     def _use_page_cache(self) -> None:
         """Use the page cache from now on, because the file system does not support direct writes."""
-        if self._direct >= 0:
+        if self._direct is not None:
             os.close(self._direct)
-        self._direct = _NO_DIRECT
+        self._direct = None
 
     def resize(self, size: int) -> None:
         with self._named_errors():
@@ -157,14 +155,12 @@ class OutputFile:
     def write(self, view: memoryview, offset: int) -> None:
         """Write ``view`` at byte ``offset``. Whole pages are written directly; their memory must be page-aligned."""
         while view:
-            direct = self._direct != _NO_DIRECT and offset % PAGE == 0 and len(view) % PAGE == 0
+            direct = self._direct if offset % PAGE == 0 and len(view) % PAGE == 0 else None
             try:
                 with self._named_errors():
-                    if direct and self._direct == _NOT_OPEN:
-                        self._direct = os.open(self._path, os.O_WRONLY | DIRECT)
-                    count = os.pwrite(self._direct if direct else self._descriptor, view, offset)
+                    count = os.pwrite(self._descriptor if direct is None else direct, view, offset)
             except OSError as error:
-                if not direct or error.errno not in UNSUPPORTED:
+                if direct is None or error.errno not in UNSUPPORTED:
                     raise
                 self._use_page_cache()
                 continue

@@ -31,7 +31,7 @@ from hf_fsdp_plugin.backends.ranks.cluster import ranks_per_machine
 from hf_fsdp_plugin.backends.sharding.forwards import send_buffers
 from hf_fsdp_plugin.checkpoint.errors import os_errors_as_problems
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRecord, Manifest
-from hf_fsdp_plugin.checkpoint.shards import model_shards, optimizer_shards
+from hf_fsdp_plugin.checkpoint.saved_state import model_shards, optimizer_shards
 from hf_fsdp_plugin.checkpoint.writing import file_parts, state_files
 from hf_fsdp_plugin.checkpoint.writing.dcp_files import FolderEntries, StateFiles, complete_folders
 from hf_fsdp_plugin.checkpoint.writing.staging import RankRecord, StagingFolder

@@ -38,7 +38,7 @@ from hf_fsdp_plugin.checkpoint.names import (
 from hf_fsdp_plugin.checkpoint.reading.optimizer import schedules_follow_groups
 from hf_fsdp_plugin.checkpoint.reading.resharding import load_model
 from hf_fsdp_plugin.checkpoint.reading.states import load_state_file
-from hf_fsdp_plugin.checkpoint.shards import model_shards
+from hf_fsdp_plugin.checkpoint.saved_state import model_shards
 from hf_fsdp_plugin.checkpoint.writing.state_files import manifest_of
 from hf_fsdp_plugin.integrations import peft, resuming
 from hf_fsdp_plugin.integrations.accelerate.checkpoints import load_fsdp_optimizer

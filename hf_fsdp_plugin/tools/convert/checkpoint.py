@@ -192,7 +192,7 @@ def _write_states(
     engines: Sequence[SavedEngine], folder: Path, manifest: Manifest, progress: Progress, total: int
 ) -> None:
     """Write models and optimizers, a file for each batch of tensors, and the manifest."""
-    from hf_fsdp_plugin.checkpoint.shards import ModelShards, OptimizerShards, whole_shard
+    from hf_fsdp_plugin.checkpoint.saved_state import ModelShards, OptimizerShards, whole_shard
     from hf_fsdp_plugin.checkpoint.writing.file_parts import PartWriter
     from hf_fsdp_plugin.checkpoint.writing.staging import RankRecord, complete_checkpoint
     from hf_fsdp_plugin.checkpoint.writing.state_files import optimizer_files, sharded_model_files
@@ -261,7 +261,7 @@ def _read(files: InputFiles, tensor: StoredTensor) -> Any:
     import torch
 
     from hf_fsdp_plugin.checkpoint.reading.resharding import execute_transfers, plan_transfers
-    from hf_fsdp_plugin.checkpoint.shards import whole_shard
+    from hf_fsdp_plugin.checkpoint.saved_state import whole_shard
 
     values = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
     execute_transfers(files, plan_transfers(tensor, whole_shard(tensor.name, values).pieces))
