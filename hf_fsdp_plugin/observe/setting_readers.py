@@ -232,6 +232,7 @@ READERS: Final[Mapping[str, ValueReader]] = {
     "checkpoint.state_dict": read_state_dict,
     "checkpoint.asynchronous": _recorded("saved_asynchronously", "no checkpoint was saved", "of the last checkpoint"),
     "checkpoint.verify": lambda run: unobserved_value("only a resume uses this setting; the model does not record it"),
+    "checkpoint.storage": _recorded("storage", "no checkpoint was saved to a storage"),
     "checkpoint.save_on_signal": lambda run: unobserved_value("it takes effect when a signal arrives"),
     "activation.native": read_native,
     "activation.offload": read_activation_offload,

@@ -231,7 +231,7 @@ def _frame(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
         with skip_data():
             torch.save(tensor, path)
         with open_for_reading(path) as file:
-            begin = TorchZip(file.fileno(), 0, path.stat().st_size, path).offset("data/0")
+            begin = TorchZip(file, 0, path.stat().st_size, path).offset("data/0")
             head = file.read(begin)
             file.seek(begin + tensor.nbytes)
             return head, file.read()
