@@ -1,5 +1,5 @@
 """Checkpoints: atomic writing, loading with any world size, and verification of every byte.
 
-Only ``shards.py``, ``writing/`` and ``reading/`` import torch, so that ``hf-fsdp inspect`` and ``verify`` start without
-it.
+Only ``saved_state.py``, ``writing/`` and ``reading/`` import torch, so that ``hf-fsdp inspect`` and ``verify`` start
+without it.
 """

@@ -64,7 +64,7 @@ def file_problems_inside(root: Path, files: Iterable[str], place: Path | str) ->
     for file in files:
         found = name_problem(file, place)
         if found is None and not (root / file).is_file():
-            found = missing_problem(file, place)
+            found = problem("FSDP-E457", place, f"refers to {file!r}, which is missing.", COPY_AGAIN)
         problems += [found] if found is not None else []
     return problems
 
@@ -76,11 +76,6 @@ def name_problem(relative: str, place: Path | str) -> Problem | None:
     if PurePosixPath(relative).is_absolute() or ".." in PurePosixPath(relative).parts or "\\" in relative:
         return problem("FSDP-E456", place, f"refers to {relative!r}, which is outside its folder.", _TRUSTED)
     return None
-
-
-def missing_problem(relative: str, place: Path | str) -> Problem:
-    """Return the problem that ``place`` refers to a file that does not exist."""
-    return problem("FSDP-E457", place, f"refers to {relative!r}, which is missing.", COPY_AGAIN)
 
 
 _FREE_SPACE = "FSDP-E401", "Free space on this disk, or keep fewer checkpoints (save_total_limit)."

@@ -169,7 +169,7 @@ def check_visible(path: Path, did: str) -> None:
         waited = time.monotonic() - start
         if waited > TIMEOUT:
             message = f"rank 0 {did} {path}, but this rank cannot see it: the ranks have no common file system."
-            fix = "Save to a folder that all machines share, and resume from there."
+            fix = "Save to a folder that all machines share, or set fsdp_checkpoint_storage, and resume from there."
             raise CheckpointError([Problem(code="FSDP-E405", message=message, fix=fix)])
         if waited > _ANNOUNCED and not announced:
             text = f"rank {launched_rank()} waits for {path}, which rank 0 sees, for up to {TIMEOUT:g} seconds."

@@ -11,16 +11,19 @@ import gc
 import json
 import os
 import stat
+import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import UnsupportedOperation
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 import xxhash
 
 from hf_fsdp_plugin.checkpoint.errors import refuse
+from hf_fsdp_plugin.state import process
 
 PAGE = 4096
 """Alignment in bytes of direct writes, in the file and in memory."""
@@ -57,38 +60,67 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def open_regular(path: Path) -> int:
-    """Open a regular file for reading, and return its descriptor. Never waits for the writer of a pipe.
+class StoredFolders:
+    """Folders of this process that stand for a checkpoint in a storage (``checkpoint.storage``).
+
+    Attributes:
+        openers: folder -> function that opens a file by its path in the folder; ``None`` if the file is in the folder.
+    """
+
+    def __init__(self) -> None:
+        self.openers: dict[Path, Callable[[str], BinaryIO | None]] = {}
+        self.lock = threading.Lock()  # of the position in a file of a storage
+
+
+stored_folders = process.owns(StoredFolders)
+"""Return the folders of this process."""
+
+
+def open_for_reading(path: Path, buffering: int = -1) -> BinaryIO:
+    """Open a regular file for reading, or the file in a storage for which it stands.
+
+    Never waits for the writer of a pipe.
 
     Raises:
         OSError: the file cannot be opened, or is a folder, a pipe, a device or a socket.
     """
+    for folder, opener in stored_folders().openers.items():
+        if path.is_relative_to(folder) and (stored := opener(path.relative_to(folder).as_posix())) is not None:
+            return stored
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    return descriptor
+    return os.fdopen(descriptor, "rb", buffering)
 
 
-def open_for_reading(path: Path) -> BinaryIO:
-    """Open a regular file for reading. Raises the errors of :func:`open_regular`."""
-    return os.fdopen(open_regular(path), "rb")
+def read_into(file: BinaryIO, offset: int, out: memoryview) -> int:
+    """Read bytes of an open file, from an offset on, and return their number. Threads may share the file."""
+    try:
+        return os.preadv(file.fileno(), [out], offset)
+    except UnsupportedOperation:
+        with stored_folders().lock:
+            file.seek(offset)
+            data = file.read(len(out))
+    out[: len(data)] = data
+    return len(data)
 
 
 def read_range(path: Path, start: int, num_bytes: int) -> bytes:
-    """Return bytes of a regular file; fewer if it ends earlier. Raises the errors of :func:`open_regular`."""
+    """Return bytes of a regular file; fewer if it ends earlier. Raises the errors of :func:`open_for_reading`."""
     with open_for_reading(path) as file:
-        return os.pread(file.fileno(), num_bytes, start)
+        file.seek(start)
+        return file.read(num_bytes)
 
 
 def read_file(path: Path) -> bytes:
-    """Return the bytes of a regular file with metadata. Raises the errors of :func:`open_regular`.
+    """Return the bytes of a regular file with metadata. Raises the errors of :func:`open_for_reading`.
 
     Raises:
         CheckpointError: the file is larger than any file with metadata, or than the free memory.
     """
     with open_for_reading(path) as file:
-        size = os.fstat(file.fileno()).st_size
+        size = path.stat().st_size
         with suppress(MemoryError):
             if size <= _MAX_METADATA:
                 return file.read()
@@ -122,10 +154,6 @@ def write_atomically(path: Path, *parts: bytes | str, preserve: bool = False) ->
         raise
 
 
-_NOT_OPEN, _NO_DIRECT = -2, -1
-"""Values of a direct descriptor: before its first use, and if the file system has no direct writes."""
-
-
 class OutputFile:
     """A file that is open for writing. Whole pages bypass the page cache if the file system supports that.
 
@@ -134,7 +162,9 @@ class OutputFile:
 
     def __init__(self, path: Path) -> None:
         self._path, self._descriptor = path, os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
-        self._direct = _NOT_OPEN if DIRECT else _NO_DIRECT
+        self._direct: int | None = None  # a descriptor for writes that bypass the page cache
+        with suppress(OSError):
+            self._direct = os.open(path, os.O_WRONLY | DIRECT) if DIRECT else None
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -142,9 +172,9 @@ class OutputFile:
 
     def _use_page_cache(self) -> None:
         """Use the page cache from now on, because the file system does not support direct writes."""
-        if self._direct >= 0:
+        if self._direct is not None:
             os.close(self._direct)
-        self._direct = _NO_DIRECT
+        self._direct = None
 
     def resize(self, size: int) -> None:
         with self._named_errors():
@@ -157,14 +187,12 @@ class OutputFile:
     def write(self, view: memoryview, offset: int) -> None:
         """Write ``view`` at byte ``offset``. Whole pages are written directly; their memory must be page-aligned."""
         while view:
-            direct = self._direct != _NO_DIRECT and offset % PAGE == 0 and len(view) % PAGE == 0
+            direct = self._direct if offset % PAGE == 0 and len(view) % PAGE == 0 else None
             try:
                 with self._named_errors():
-                    if direct and self._direct == _NOT_OPEN:
-                        self._direct = os.open(self._path, os.O_WRONLY | DIRECT)
-                    count = os.pwrite(self._direct if direct else self._descriptor, view, offset)
+                    count = os.pwrite(self._descriptor if direct is None else direct, view, offset)
             except OSError as error:
-                if not direct or error.errno not in UNSUPPORTED:
+                if direct is None or error.errno not in UNSUPPORTED:
                     raise
                 self._use_page_cache()
                 continue
@@ -189,7 +217,7 @@ class InputFiles:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._open: OrderedDict[str, int] = OrderedDict()
+        self._open: OrderedDict[str, BinaryIO] = OrderedDict()
         weakref.finalize(self, _close_all, self._open)
 
     def __enter__(self) -> Self:
@@ -200,28 +228,28 @@ class InputFiles:
 
     def read(self, file: str, offset: int, out: memoryview) -> None:
         """Fill ``out`` from byte ``offset`` on. Raises ``CheckpointError`` if the file ends earlier."""
-        descriptor, position = self.descriptor(file), offset
+        opened, position = self.opened(file), offset
         while out:
-            count = os.preadv(descriptor, [out], position)
+            count = read_into(opened, position, out)
             if count == 0:
                 message = f"ends at byte {position:,}; {position + len(out):,} bytes were expected."
                 refuse("FSDP-E453", self._root / file, message)
             out, position = out[count:], position + count
 
-    def descriptor(self, file: str) -> int:
-        """Return the descriptor of a file. It may be closed when other files are opened: at most 64 stay open."""
+    def opened(self, file: str) -> BinaryIO:
+        """Return a file without a buffer. It may be closed when other files are opened: at most 64 stay open."""
         if file in self._open:
             self._open.move_to_end(file)
         else:
             if len(self._open) == MAX_OPEN:
-                os.close(self._open.popitem(last=False)[1])
-            self._open[file] = open_regular(self._root / file)
+                self._open.popitem(last=False)[1].close()
+            self._open[file] = open_for_reading(self._root / file, buffering=0)
         return self._open[file]
 
 
-def _close_all(files: dict[str, int]) -> None:
-    for descriptor in files.values():
-        os.close(descriptor)
+def _close_all(files: dict[str, BinaryIO]) -> None:
+    for file in files.values():
+        file.close()
     files.clear()
 
 
@@ -245,9 +273,10 @@ def hash_file(path: Path, start: int = 0, stop: int | None = None) -> str:
         CheckpointError: the file ends before ``stop``.
     """
     hasher, position = xxhash.xxh3_128(), start
-    with open_for_reading(path) as file:
+    with open_for_reading(path, buffering=0) as file:
+        file.seek(start)
         while stop is None or position < stop:
-            block = os.pread(file.fileno(), _BLOCK if stop is None else min(_BLOCK, stop - position), position)
+            block = file.read(_BLOCK if stop is None else min(_BLOCK, stop - position))
             if not block:
                 break
             hasher.update(block)

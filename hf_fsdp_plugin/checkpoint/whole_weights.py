@@ -60,7 +60,7 @@ def with_whole_weights(folder: Path) -> Path:
 def _merge(folder: Path, copy: Path) -> None:
     """Merge a checkpoint in a child process: the tools are not a part of the training."""
     command = [sys.executable, "-m", "hf_fsdp_plugin.cli.main", "merge", str(folder), str(copy)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=_without_launcher())
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=without_launcher())
     if done.returncode:
         why = done.stderr.strip() or f"the process returned {done.returncode}"
         message = f"cannot be written, so from_pretrained cannot read the shards of {folder}. {why}"
@@ -68,6 +68,6 @@ def _merge(folder: Path, copy: Path) -> None:
         refuse("FSDP-E437", copy, message, fix)
 
 
-def _without_launcher() -> dict[str, str]:
+def without_launcher() -> dict[str, str]:
     """Return the environment of a process that is no rank."""
     return {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}

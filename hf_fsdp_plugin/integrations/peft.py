@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.backends.ranks.agreement import broadcast_object, on_all_ranks
-from hf_fsdp_plugin.checkpoint.shards import ModelShards
+from hf_fsdp_plugin.checkpoint.saved_state import ModelShards
 from hf_fsdp_plugin.checkpoint.writing.state_files import gathered_state
 from hf_fsdp_plugin.integrations.session import attributes_in_block
 from hf_fsdp_plugin.plan.names import below, canonical_name, unwrapped

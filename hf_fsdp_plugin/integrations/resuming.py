@@ -17,17 +17,23 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 
 from hf_fsdp_plugin.backends.ranks import agreement
-from hf_fsdp_plugin.checkpoint.checking.inspection import first_complete, numbered_checkpoints, why_incomplete
+from hf_fsdp_plugin.checkpoint.checking.inspection import (
+    by_number,
+    first_complete,
+    numbered_checkpoints,
+    why_incomplete,
+)
 from hf_fsdp_plugin.checkpoint.folders import check_visible, recover_interrupted_commit, recover_run
 from hf_fsdp_plugin.checkpoint.formats.known_formats import refuse_deepspeed
-from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, read_manifest, readable_manifest
+from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest, readable_manifest
 from hf_fsdp_plugin.checkpoint.names import ACCELERATE_RNG, TRAINER_RNG
 from hf_fsdp_plugin.checkpoint.reading.states import check_states
+from hf_fsdp_plugin.checkpoint.storage import Storage, fetched, is_url, url_of
 from hf_fsdp_plugin.hangs.calls import record
 from hf_fsdp_plugin.hangs.watch_files import RankFiles
 from hf_fsdp_plugin.integrations.samples import samples_problem
@@ -38,10 +44,12 @@ from hf_fsdp_plugin.problems import CheckpointError, Problem, SpecError
 from hf_fsdp_plugin.rank_variables import launched_world_size, variable_number
 from hf_fsdp_plugin.runs import identity as runs
 from hf_fsdp_plugin.runs.attempts import Restarts
+from hf_fsdp_plugin.spec.fsdp_spec import CheckpointSection
 from hf_fsdp_plugin.state import process
 from hf_fsdp_plugin.text import plural
 
 T = TypeVar("T")
+_DEFAULTS: Final = CheckpointSection()
 
 
 class ProcessAttempt:
@@ -102,19 +110,27 @@ attempt = process.owns(ProcessAttempt)
 
 
 def find_checkpoint(
-    run: Path | None, prefix: str, selected: Path | None, *, fix: str, verify: bool = True, allow_pickles: bool = False
+    run: Path | None,
+    prefix: str,
+    selected: str | os.PathLike[str] | None,
+    setting: CheckpointSection = _DEFAULTS,
+    *,
+    fix: str,
+    allow_pickles: bool = False,
 ) -> Path | None:
     """Return ``selected`` or, if it is ``None``, the newest complete checkpoint of the run folder. Collective.
 
     Interrupted commits are recovered first. Newer incomplete checkpoints are reported. All files of the checkpoint
-    that are read, except model and optimizer, are checked.
+    that are read, except model and optimizer, are checked. For a checkpoint in a storage, the result is the folder of
+    this rank that stands for it.
 
     Args:
         run: the folder of the checkpoints; ``None`` if there is none.
         prefix: prefix of the checkpoint names, before the number.
-        selected: the checkpoint that the user selected.
+        selected: the path or URL of the checkpoint that the user selected.
+        setting: the settings of checkpoints.
         fix: what to do if ``selected`` is incomplete.
-        verify, allow_pickles: as in :func:`hf_fsdp_plugin.checkpoint.reading.states.check_states`.
+        allow_pickles: as in :func:`hf_fsdp_plugin.checkpoint.reading.states.check_states`.
 
     Returns:
         ``None`` if ``selected`` is ``None`` and the run has no checkpoint.
@@ -124,22 +140,40 @@ def find_checkpoint(
             or contains a pickle that may execute code.
     """
 
-    def select() -> Path | None:
+    def select() -> Path | str | None:
         if selected is None:
-            return None if run is None else _highest_numbered(run, prefix)
-        recover_interrupted_commit(selected)
-        refuse_deepspeed(selected)
-        reason = why_incomplete(selected) if selected.is_dir() else "the folder does not exist"
+            names = by_number(Storage(setting.storage).checkpoints(), prefix) if setting.storage else []
+            stored = _first_stored(setting.storage, names)
+            return stored if stored is not None or run is None else _highest_numbered(run, prefix)
+        if (url := stored_url(selected, setting.storage)) is not None:
+            return url
+        path = Path(selected)
+        recover_interrupted_commit(path)
+        refuse_deepspeed(path)
+        reason = why_incomplete(path) if path.is_dir() else "the folder does not exist"
         if reason is not None:
-            message = f"{selected} is not a complete checkpoint: {reason}"
+            message = f"{path} is not a complete checkpoint: {reason}"
             raise CheckpointError([Problem(code="FSDP-E431", message=message, fix=fix)])
-        return selected
+        return path
 
     found = _select_on_rank_0(select)
     if found is not None:
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        check_states(found, rank, world_size, verify=verify, allow_pickles=allow_pickles)
+        check_states(found, rank, world_size, verify=setting.verify, allow_pickles=allow_pickles)
     return found
+
+
+def stored_url(path: str | os.PathLike[str], storage: str) -> str | None:
+    """Return the URL of a checkpoint that is not a folder here: ``path`` itself, or that of its name in the storage."""
+    if (url := url_of(os.fspath(path))) is not None:
+        return url
+    return None if not storage or os.path.isdir(path) else f"{storage.rstrip('/')}/{os.path.basename(path)}"
+
+
+def present_folder(path: str | os.PathLike[str], storage: str) -> Path:
+    """Return a folder with a checkpoint: ``path``, or the one of this rank that stands for it. Not collective."""
+    url = stored_url(path, storage)
+    return Path(path) if url is None else fetched(url)
 
 
 def newest_checkpoint(folder: str | os.PathLike[str], *, this_run: bool = False) -> Path | None:
@@ -163,34 +197,41 @@ def newest_checkpoint(folder: str | os.PathLike[str], *, this_run: bool = False)
         fix = "Call it on all ranks, after the Accelerator has been created."
         raise SpecError([Problem(code="FSDP-E718", message=message, fix=fix)])
     attempt().agree("newest_checkpoint")
-    return _select_on_rank_0(lambda: _last_saved(Path(folder), "", this_run=this_run))
+    return _select_on_rank_0(lambda: _last_saved(os.fspath(folder), "", this_run=this_run))
 
 
-def checkpoint_after_restart(folder: Path, prefix: str) -> Path | None:
+def checkpoint_after_restart(folder: Path, prefix: str, storage: str = "") -> Path | None:
     """Return the newest complete checkpoint that this ``train`` call had written before the restart. Collective.
+
+    Args:
+        storage: URL in which it is instead of ``folder``; empty for none.
 
     Returns:
         ``None`` on the first start, or if there is none: then the script's own choice applies.
     """
     if not is_started_again():
         return None
-    found = _select_on_rank_0(lambda: _last_saved(folder, prefix, this_run=True, training=current_run().num_trainings))
+    place, training = storage or os.fspath(folder), current_run().num_trainings
+    found = _select_on_rank_0(lambda: _last_saved(place, prefix, this_run=True, training=training))
     restarts = current_run().restarts
     title = restarts.title if restarts.count else f"run {restarts.run_id}"
     if found is not None:
         print_once(f"{title}: resuming from {found}, the newest complete checkpoint of this run.")
     elif restarts.count:
-        found_none = f"{folder} has no complete checkpoint of this run"
+        found_none = f"{place} has no complete checkpoint of this run"
         print_once(f"{title}: {found_none}: training begins as on the first start.")
     return found
 
 
-def _select_on_rank_0(select: Callable[[], Path | None]) -> Path | None:
-    """Let rank 0, which asks for the files of the checkpoints, select one for all ranks. Collective."""
+def _select_on_rank_0(select: Callable[[], Path | str | None]) -> Path | None:
+    """Let rank 0, which asks for the files of the checkpoints, select one for all ranks, or a URL. Collective."""
     manager().wait()  # selecting removes the staging folders of interrupted saves
     selected = on_rank_0(select)
-    if selected is not None:
-        with agreement.on_all_ranks("looking for a checkpoint"):
+    with agreement.on_all_ranks("looking for a checkpoint"):
+        if isinstance(selected, str):
+            print_once(f"the checkpoint is {selected}")
+            return fetched(selected)
+        if selected is not None:
             check_visible(selected, "resumes from")
     return selected
 
@@ -224,8 +265,16 @@ def _highest_numbered(run: Path, prefix: str) -> Path | None:
     return found
 
 
-def _last_saved(folder: Path, prefix: str, *, this_run: bool, training: int | None = None) -> Path | None:
-    """Return the complete checkpoint with a manifest that was saved last, whatever its name."""
+def _last_saved(place: str, prefix: str, *, this_run: bool, training: int | None = None) -> Path | str | None:
+    """Return the complete checkpoint with a manifest that was saved last, whatever its name: in a folder or storage."""
+    folder = Path(place)
+    if is_url(place):
+        stored = [
+            (_run_steps(marker.get("run", {})) if this_run else 0, str(marker.get("created")), name)
+            for name, marker in Storage(place).checkpoints().items()
+            if name.startswith(prefix) and (not this_run or _is_of_this_run(marker.get("run", {}), training))
+        ]
+        return _first_stored(place, [name for *_, name in sorted(stored, reverse=True)])
     if not folder.is_dir():
         return None
     recover_run(folder, prefix)
@@ -234,11 +283,25 @@ def _last_saved(folder: Path, prefix: str, *, this_run: bool, training: int | No
         if path.name.startswith(".") or not path.name.startswith(prefix) or not path.is_dir():
             continue
         manifest = readable_manifest(path)
-        if manifest is not None and (not this_run or _is_of_this_run(manifest, training)):
+        if manifest is not None and (not this_run or _is_of_this_run(manifest.run, training)):
             number = re.search(r"(\d+)$", path.name)
             order = (manifest.created, int(number[1]) if number is not None else -1, path)
-            candidates.append((_run_steps(manifest) if this_run else 0, *order))
+            candidates.append((_run_steps(manifest.run) if this_run else 0, *order))
     return _first_complete(path for *_, path in sorted(candidates, reverse=True))
+
+
+def _first_stored(storage: str, names: Iterable[str]) -> str | None:
+    """Return the URL of the first checkpoint in a storage of which no file is lost, and report those before it."""
+    for name in names:
+        try:
+            fetched(url := f"{storage.rstrip('/')}/{name}")
+        except CheckpointError as error:
+            if error.problems[0].code != "FSDP-E470":
+                raise
+            print_once(Problem(code="FSDP-W432", message=f"{url} is skipped: {error.problems[0].message}"))
+        else:
+            return url
+    return None
 
 
 def _first_complete(paths: Iterable[Path]) -> Path | None:
@@ -273,9 +336,9 @@ def continue_run(path: Path) -> dict[str, Any]:
 
     def read() -> tuple[int, dict[str, Any]]:
         manifest = readable_manifest(path)
-        if manifest is None or not _is_of_this_run(manifest, None):
+        if manifest is None or not _is_of_this_run(manifest.run, None):
             return 0, {}
-        return _run_steps(manifest), manifest.batch
+        return _run_steps(manifest.run), manifest.batch
 
     steps, batch = on_rank_0(read)
     if steps > record().counts.total:  # otherwise the script goes back to an earlier checkpoint by itself
@@ -284,16 +347,16 @@ def continue_run(path: Path) -> dict[str, Any]:
     return batch
 
 
-def _is_of_this_run(manifest: Manifest, training: int | None) -> bool:
+def _is_of_this_run(run: Mapping[str, Any], training: int | None) -> bool:
     run_id, job = current_run().restarts.run_id, current_run().identity.requeued
-    is_own = bool(run_id) and manifest.run.get("id") == run_id
+    is_own = bool(run_id) and run.get("id") == run_id
     # A job that was requeued has other agents of torch, so that its run has another id.
-    is_own |= bool(job) and manifest.run.get("job") == job
-    return is_own and training in (None, manifest.run.get("training"))
+    is_own |= bool(job) and run.get("job") == job
+    return is_own and training in (None, run.get("training"))
 
 
-def _run_steps(manifest: Manifest) -> int:
-    steps = manifest.run.get("steps")
+def _run_steps(run: Mapping[str, Any]) -> int:
+    steps = run.get("steps")
     return steps if type(steps) is int and steps >= 0 else 0
 
 

@@ -63,68 +63,44 @@ class SaveRequest:
         return cls(**json.loads(text))
 
 
-class _Received:
-    """What this process has received: signals, and on rank 0 the file. Closed, it has its former handlers again.
-
-    A handler of the script is kept. So is that of a save in the background, which waits for the save and then calls
-    the handler before it.
-
-    Args:
-        setting: the value of ``fsdp_save_on_signal``.
-        folder: the folder of the run, in which rank 0 looks for the file; ``None`` for none.
-    """
-
-    def __init__(self, setting: SaveOnSignal, folder: Path | None) -> None:
-        self._file = folder / SAVE_NOW if folder is not None and dist.get_rank() == 0 else None
-        self._received = ""
-        self._handled: list[int] = []
-        if threading.current_thread() is threading.main_thread():
-            for number in (getattr(signal, name) for name in SIGNALS[setting]):
-                if signal.getsignal(number) is signal.SIG_DFL:
-                    signal.signal(number, self._receive)
-                    self._handled.append(number)
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if not self._received:
-            text = f"{signal.Signals(number).name} to rank {dist.get_rank()}"
-            self._received = str(SaveRequest(text=text, time=time.time(), ends=True, exit_code=128 + number))
-
-    def find(self) -> str:
-        """Return the request that this rank has, as text; ``""`` for none."""
-        if not self._received and self._file is not None and self._file.exists():
-            return str(SaveRequest(text=f"{self._file}", time=time.time()))
-        return self._received
-
-    def remove_file(self) -> None:
-        """Remove the file after its save, so that it can be created again."""
-        with suppress(OSError):
-            if self._file is not None:
-                self._file.unlink()
-
-    def close(self) -> None:
-        for number in self._handled:
-            if signal.getsignal(number) == self._receive:
-                signal.signal(number, signal.SIG_DFL)
-
-
 class SaveRequests:
     """The requests of a training, for which all ranks save after the same event: a step, or a batch of an evaluation.
 
-    Created, counted and closed on all ranks. Collective only when it is created and when ranks save.
+    Created, counted and closed on all ranks. Collective only when it is created and when ranks save. A handler of the
+    script is kept. So is that of a save in the background, which waits for the save and then calls the one before it.
 
     Args:
         plugin: the FSDP plugin of the training; ``None`` without one, in which case signals are left alone.
-        folder: the folder of the run; ``None`` for none.
+        folder: the folder of the run, in which rank 0 looks for the file; ``None`` for none.
         find_other: returns the request of another source, as text, or ``""``.
     """
 
     def __init__(
         self, plugin: PlannedFsdpPlugin | None, folder: Path | None, find_other: Callable[[], str] = lambda: ""
     ) -> None:
-        self._received = _Received(plugin.spec.checkpoint.save_on_signal if plugin is not None else "none", folder)
+        self._file = folder / SAVE_NOW if folder is not None and dist.get_rank() == 0 else None
+        self._find_other, self._received = find_other, ""
+        self._handled: list[int] = []
+        if plugin is not None and threading.current_thread() is threading.main_thread():
+            for number in (getattr(signal, name) for name in SIGNALS[plugin.spec.checkpoint.save_on_signal]):
+                if signal.getsignal(number) is signal.SIG_DFL:
+                    signal.signal(number, self._receive)
+                    self._handled.append(number)
         self._num_events = 0
         self._due: SaveRequest | None = None
-        self._agreement = AgreedStep(1, lambda: find_other() or self._received.find())
+        self._agreement = AgreedStep(1, self._find)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if not self._received:
+            text = f"{signal.Signals(number).name} to rank {dist.get_rank()}"
+            self._received = str(SaveRequest(text=text, time=time.time(), ends=True, exit_code=128 + number))
+
+    def _find(self) -> str:
+        """Return the request that this rank has, as text; ``""`` for none."""
+        found = self._find_other() or self._received
+        if not found and self._file is not None and self._file.exists():
+            return str(SaveRequest(text=f"{self._file}", time=time.time()))
+        return found
 
     def due(self) -> SaveRequest | None:
         """Count an event that has ended. Return the request for which the ranks save, until :meth:`finish`."""
@@ -149,7 +125,9 @@ class SaveRequests:
         then = "the training stops" if due.ends else "the training goes on"
         then = f"the ranks exit with code {due.exit_code}" if due.exit_code else then
         print_once(f"{due.text}: {saved} was complete {time.time() - due.time:.1f} s later; {then}")
-        self._received.remove_file()
+        with suppress(OSError):
+            if self._file is not None:
+                self._file.unlink()  # so that it can be created again
         if due.exit_code:
             self.close()
             raise SystemExit(due.exit_code)
@@ -159,7 +137,9 @@ class SaveRequests:
     def close(self) -> None:
         """Stop looking for requests, and restore the handlers of signals. Can be called again."""
         self._agreement.close()
-        self._received.close()
+        for number in self._handled:
+            if signal.getsignal(number) == self._receive:
+                signal.signal(number, signal.SIG_DFL)
 
 
 class _LoopRequests:

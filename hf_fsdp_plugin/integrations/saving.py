@@ -24,7 +24,7 @@ from hf_fsdp_plugin.backends.ranks.agreement import collective_call, gather_obje
 from hf_fsdp_plugin.backends.sharding.shard import ModuleLocation, locate_module
 from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest
 from hf_fsdp_plugin.checkpoint.names import HF_MODEL
-from hf_fsdp_plugin.checkpoint.shards import ModelShards, model_shards, shards_below
+from hf_fsdp_plugin.checkpoint.saved_state import ModelShards, model_shards, shards_below
 from hf_fsdp_plugin.checkpoint.writing.manager import CheckpointManager
 from hf_fsdp_plugin.checkpoint.writing.state_files import gathered_state, manifest_of
 from hf_fsdp_plugin.integrations.session import attributes_in_block, session

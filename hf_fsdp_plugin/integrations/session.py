@@ -133,6 +133,11 @@ class Session:
         self._of_arguments[id(arguments)] = spec
         weakref.finalize(arguments, self._of_arguments.pop, id(arguments), None)
 
+    def storage(self) -> str:
+        """Return the storage of checkpoints of the newest ``TrainingArguments`` or of the sources; empty for none."""
+        specs = [*([self.ambient] if self.ambient is not None else []), *self._of_arguments.values()]
+        return specs[-1].checkpoint.storage if specs else ""
+
     def spec_of_arguments(self, arguments: Any) -> FsdpSpec | None:
         return self._of_arguments.get(id(arguments))
 

@@ -46,6 +46,7 @@ class ObservedRun:
         state_dict: state dict type of the last or the next checkpoint; ``None`` if unknown.
         state_dict_reason: why checkpoints have another type than the requested one; empty if they should not.
         saved_asynchronously: whether the last checkpoint was written asynchronously; ``None`` if there is none.
+        storage: URL of the storage of the checkpoints; ``None`` if no checkpoint was saved to one.
         weights: the comparison of weights across ranks; ``None`` if they were not compared.
     """
 
@@ -61,6 +62,7 @@ class ObservedRun:
     state_dict: str | None = None
     state_dict_reason: str = ""
     saved_asynchronously: bool | None = None
+    storage: str | None = None
     weights: WeightComparison | None = None
 
     @property

@@ -48,6 +48,7 @@ def build_report(
     state_dict: str | None = None,
     state_dict_reason: str = "",
     saved_asynchronously: bool | None = None,
+    storage: str | None = None,
 ) -> Report:
     """Read the live model and compare it with the plan. Collective: every rank of the process group must call it.
 
@@ -59,6 +60,7 @@ def build_report(
             ``sharded`` or ``local``.
         state_dict_reason: why it is another one than the requested type; empty if it should not be.
         saved_asynchronously: whether the last checkpoint was written asynchronously; ``None`` if there is none.
+        storage: URL of the storage of the checkpoints; ``None`` if no checkpoint was saved to one.
 
     Raises:
         SpecError: the model cannot be read on some rank. All ranks raise it, and the message names the rank.
@@ -93,6 +95,7 @@ def build_report(
             state_dict=state_dict,
             state_dict_reason=state_dict_reason,
             saved_asynchronously=saved_asynchronously,
+            storage=storage,
             weights=compared,
         )
         unknown = {error.reason: error for unit in units for error in unit.live.unknown()}

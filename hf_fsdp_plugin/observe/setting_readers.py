@@ -162,10 +162,14 @@ def read_dynamo(run: ObservedRun) -> ObservedValue:
 ValueReader = Callable[[ObservedRun], ObservedValue]
 
 
-def read_asynchronous(run: ObservedRun) -> ObservedValue:
-    if run.saved_asynchronously is None:
-        return unobserved("no checkpoint was saved")
-    return ObservedValue(run.saved_asynchronously, "of the last checkpoint")
+def _recorded(attribute: str, missing: str, reason: str = "") -> ValueReader:
+    """Return a reader of an attribute of the run, which is unobservable if it is ``None``, for the reason `missing`."""
+
+    def read(run: ObservedRun) -> ObservedValue:
+        value = getattr(run, attribute)
+        return unobserved(missing) if value is None else ObservedValue(value, reason)
+
+    return read
 
 
 def read_state_dict(run: ObservedRun) -> ObservedValue:
@@ -216,8 +220,9 @@ READERS: Final[Mapping[str, ValueReader]] = {
     "prefetch.limit_all_gathers": _switch_of_fsdp1("limit_all_gathers", "FSDP2 always limits all-gathers"),
     "params.use_orig": _switch_of_fsdp1("use_orig", "FSDP2 always keeps the original parameters"),
     "checkpoint.state_dict": read_state_dict,
-    "checkpoint.asynchronous": read_asynchronous,
+    "checkpoint.asynchronous": _recorded("saved_asynchronously", "no checkpoint was saved", "of the last checkpoint"),
     "checkpoint.verify": lambda run: unobserved("only a resume uses this setting; the model does not record it"),
+    "checkpoint.storage": _recorded("storage", "no checkpoint was saved to a storage"),
     "checkpoint.save_on_signal": lambda run: unobserved("it takes effect when a signal arrives"),
     "activation.native": read_native,
     "activation.offload": read_activation_offload,

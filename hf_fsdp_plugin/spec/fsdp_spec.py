@@ -118,6 +118,7 @@ class CheckpointSection:
     state_dict: StateDictKind = "sharded"
     asynchronous: bool = False
     verify: bool = True
+    storage: str = ""
     save_on_signal: SaveOnSignal = "usr1"
 
 

@@ -22,6 +22,8 @@ FP16_ON_CPU = (
     "Set mixed_precision to bf16 or no.",
 )
 """Message and remedy of FSDP-E147."""
+STORAGE_DRIVERS = "Install the driver of fsspec: pip install s3fs for s3://, gcsfs for gs://, or adlfs for abfs://."
+"""Remedy of FSDP-E418."""
 XLA_TYPES = ("XLA", "TPU")
 FSDP_SECTIONS = frozenset(
     {"fsdp", "sharding", "mesh", "wrap", "offload", "prefetch", "checkpoint", "loading", "params", "xla"}
@@ -31,7 +33,7 @@ FSDP_SECTIONS = frozenset(
 def check_rules(spec: FsdpSpec) -> tuple[Problem, ...]:
     """Return all problems that the rules find."""
     of_run, of_model = (_check_engine, _check_ranks, _check_units), (_check_precision, check_fp8, check_fsdp1_only)
-    return tuple(problem for rule in (*of_run, *of_model, _check_loading) for problem in rule(spec))
+    return tuple(problem for rule in (*of_run, *of_model, _check_loading, _check_storage) for problem in rule(spec))
 
 
 def _check_engine(spec: FsdpSpec) -> Iterator[Problem]:
@@ -278,6 +280,18 @@ def _check_loading(spec: FsdpSpec) -> Iterator[Problem]:
         message += f"{spec.origin('loading.sync_module_states')} prevents their broadcast."
         fix = "Set fsdp_sync_module_states: true, or remove fsdp_cpu_ram_efficient_loading."
         yield spec.problem("FSDP-E149", "loading.sync_module_states", message, fix)
+
+
+def _check_storage(spec: FsdpSpec) -> Iterator[Problem]:
+    """Check that fsspec knows the URL of the storage, and that its driver is installed."""
+    kind, separator, _ = spec.checkpoint.storage.partition("://")
+    if separator:
+        from fsspec.registry import known_implementations  # few configs need it
+
+        module = known_implementations.get(kind, {"class": ""})["class"].partition(".")[0]
+        if not module or importlib.util.find_spec(module) is None:
+            message = f"{spec.checkpoint.storage} needs {module or 'a driver of fsspec that does not exist'}."
+            yield spec.problem("FSDP-E418", "checkpoint.storage", message, STORAGE_DRIVERS)
 
 
 _FP8_PACKAGES: Final[Mapping[str, tuple[str, str]]] = {

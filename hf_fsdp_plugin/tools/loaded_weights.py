@@ -20,7 +20,7 @@ from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, Stored
 from hf_fsdp_plugin.checkpoint.io import InputFiles, object_in
 from hf_fsdp_plugin.checkpoint.names import is_adapter, is_wrapped_by_peft
 from hf_fsdp_plugin.checkpoint.reading.resharding import execute_transfers, plan_transfers
-from hf_fsdp_plugin.checkpoint.shards import whole_shard
+from hf_fsdp_plugin.checkpoint.saved_state import whole_shard
 
 
 @dataclass(frozen=True, slots=True)

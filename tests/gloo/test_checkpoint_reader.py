@@ -26,7 +26,7 @@ from hf_fsdp_plugin.checkpoint import folders
 from hf_fsdp_plugin.checkpoint.checking.verify import VerifiedFiles
 from hf_fsdp_plugin.checkpoint.reading.optimizer import load_optimizer
 from hf_fsdp_plugin.checkpoint.reading.resharding import load_model
-from hf_fsdp_plugin.checkpoint.shards import LocalShard, optimizer_shards
+from hf_fsdp_plugin.checkpoint.saved_state import LocalShard, optimizer_shards
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.torch_private.modules import local_tensor

@@ -84,3 +84,13 @@ def test_lost_host_ends_the_other_and_comes_back(tmp_path: Path) -> None:
     (row,) = json.loads(out.read_text())["losses"]
     assert row["losses_equal"] and row["seconds_until_the_others_ended"] < 60
     assert row["failure"].startswith("rank ")
+
+
+@pytest.mark.slow
+def test_lost_disk_continues_from_the_storage(tmp_path: Path) -> None:
+    out = tmp_path / "two_hosts.json"
+    process = start("--only", "storage", "--out", str(out))
+    process.communicate(timeout=900)
+    assert process.returncode == 0
+    (row,) = json.loads(out.read_text())["storage"]
+    assert row["losses_equal"] and row["files_left_of_checkpoints"] == 0

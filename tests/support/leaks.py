@@ -19,7 +19,7 @@ _CACHES = frozenset({"__pycache__", ".hypothesis", ".pytest_cache", ".mypy_cache
 # Set by the libraries at their first import or by pytest for every test.
 _LIBRARY_VARIABLES = ("PYTEST_", "TORCH", "TRITON_", "KMP_", "KINETO_", "CUDA_MODULE_LOADING", "TF_")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_LIBRARY_THREADS = ("tqdm", "pytest_timeout", "pin_memory")
+_LIBRARY_THREADS = ("tqdm", "pytest_timeout", "pin_memory", "fsspecIO", "asyncio_")
 _GRACE_SECONDS = 5.0
 _CLOCK_TICK_NS = 50_000_000
 """More than the resolution of the times of files."""

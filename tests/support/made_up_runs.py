@@ -89,7 +89,7 @@ class MadeUpRun:
         import torch
 
         from hf_fsdp_plugin.checkpoint.formats.boxes import whole_box
-        from hf_fsdp_plugin.checkpoint.shards import LocalShard, ModelShards, OptimizerShards, Piece
+        from hf_fsdp_plugin.checkpoint.saved_state import LocalShard, ModelShards, OptimizerShards, Piece
 
         tensors, state = [], {}
         for name, shape in self.shapes.items():

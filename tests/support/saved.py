@@ -93,7 +93,7 @@ def write_shards(
     """
     import torch.distributed as dist
 
-    from hf_fsdp_plugin.checkpoint.shards import ModelShards, OptimizerShards
+    from hf_fsdp_plugin.checkpoint.saved_state import ModelShards, OptimizerShards
     from hf_fsdp_plugin.checkpoint.writing.dcp_files import complete_folders
     from hf_fsdp_plugin.checkpoint.writing.file_parts import PartWriter
     from hf_fsdp_plugin.checkpoint.writing.state_files import model_files, optimizer_files
@@ -125,7 +125,7 @@ def _shard(name: str, whole: Any, rank: int, world_size: int) -> Any:
     import torch
 
     from hf_fsdp_plugin.checkpoint.formats.boxes import Box
-    from hf_fsdp_plugin.checkpoint.shards import LocalShard, Piece
+    from hf_fsdp_plugin.checkpoint.saved_state import LocalShard, Piece
 
     tensor = torch.from_numpy(numpy.array(whole))
     parts = numpy.array_split(numpy.arange(len(whole)), world_size) if whole.ndim else []

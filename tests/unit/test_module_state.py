@@ -16,7 +16,7 @@ _FILE = "a file of the package"
 _INSTALLED = "an installed library or Python"
 CACHES: Final = {
     "contracts.py: _read_table": _FILE,
-    "checkpoint/shards.py: replica_of_ranks": "its arguments",
+    "checkpoint/saved_state.py: replica_of_ranks": "its arguments",
     "checkpoint/writing/dcp_files.py: _frame": "its arguments and the installed torch",
     "hangs/python_stacks.py: _library_roots": _INSTALLED,
     "integrations/patching.py: _replacement": "a function of the package",

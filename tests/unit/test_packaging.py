@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 _DISTRIBUTIONS = {"yaml": "pyyaml"}
 RUNTIME = {
     "torch", "transformers", "accelerate", "datasets", "pyyaml", "numpy", "safetensors", "tqdm", "psutil", "xxhash",
+    "fsspec",  # which torch requires
 }  # fmt: skip
 
 

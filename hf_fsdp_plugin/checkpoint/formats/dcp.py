@@ -171,4 +171,4 @@ class _Archives:
     def _read(self, piece: StoredPiece) -> tuple[Any, int]:
         """Return the saved object, and the byte offset of its first element in the file."""
         place = self._root / piece.file
-        return self._zips.read(self._files.descriptor(piece.file), piece.offset, piece.archive, place)
+        return self._zips.read(self._files.opened(piece.file), piece.offset, piece.archive, place)

@@ -95,17 +95,10 @@ def _required_size(file: BinaryIO) -> int | None:
 
 
 def read_weight_map(root: Path, index: Path) -> dict[str, set[str]]:
-    """Return file -> names of its tensors, from a Hugging Face index. Checks that all files exist inside the folder."""
-    shards = parse_weight_map(index)
-    errors.raise_if_any(errors.file_problems_inside(root, shards, index))
-    return shards
-
-
-def parse_weight_map(index: Path) -> dict[str, set[str]]:
-    """Return file -> names of its tensors, from a Hugging Face index. The files are not looked at.
+    """Return file -> names of its tensors, from a Hugging Face index. Checks that all files exist inside the folder.
 
     Raises:
-        CheckpointError: the index is damaged.
+        CheckpointError: the index is damaged, or a file is missing.
     """
     text = read_file(index)
     errors.refuse_lfs_pointer(index, text)
@@ -119,6 +112,7 @@ def parse_weight_map(index: Path) -> dict[str, set[str]]:
         expected = "Expected: a JSON object whose weight_map contains the file of each tensor."
         message = f"is not a valid index of weights ({type(error).__name__}: {error}). {expected}"
         errors.refuse("FSDP-E453", index, message)
+    errors.raise_if_any(errors.file_problems_inside(root, shards, index))
     return shards
 
 

@@ -27,7 +27,7 @@ from hf_fsdp_plugin.checkpoint.formats.boxes import Box
 from hf_fsdp_plugin.checkpoint.formats.pickles import Distributed, PickledTensor
 from hf_fsdp_plugin.checkpoint.formats.safetensors import read_weight_map
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredPiece, StoredState, StoredTensor
-from hf_fsdp_plugin.checkpoint.io import open_regular
+from hf_fsdp_plugin.checkpoint.io import open_for_reading, read_into
 from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.torch_private.modules import LOCAL_TENSOR_ATTRIBUTE
 
@@ -41,9 +41,9 @@ _BUFFER_BYTES: Final = 512
 class FileSlice(io.RawIOBase):
     """The bytes ``[start, start + length)`` of an open file, as a file."""
 
-    def __init__(self, descriptor: int, start: int, length: int) -> None:
+    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
         super().__init__()
-        self._descriptor, self._start, self._length, self._at = descriptor, start, length, 0
+        self._file, self._start, self._length, self._at = file, start, length, 0
 
     def readable(self) -> bool:
         return True
@@ -59,9 +59,14 @@ class FileSlice(io.RawIOBase):
 
     def readinto(self, out: Any) -> int:
         wanted = memoryview(out)[: max(self._length - self._at, 0)]
-        count = os.preadv(self._descriptor, [wanted], self._start + self._at)
+        count = read_into(self._file, self._start + self._at, wanted)
         self._at += count
         return count
+
+
+def _read_at(file: BinaryIO, offset: int, num_bytes: int) -> bytes:
+    out = bytearray(num_bytes)
+    return bytes(out[: read_into(file, offset, memoryview(out))])
 
 
 def compare_checksums(file: BinaryIO) -> int:
@@ -86,16 +91,16 @@ class TorchZip:
         CheckpointError: from every method, if the zip is truncated, compressed or damaged.
     """
 
-    def __init__(self, descriptor: int, start: int, length: int, place: Path | str) -> None:
-        self._descriptor, self._start, self._place = descriptor, start, place
+    def __init__(self, file: BinaryIO, start: int, length: int, place: Path | str) -> None:
+        self._file, self._start, self._place = file, start, place
         self._records: dict[str, tuple[int, int]] = {}
-        file = io.BufferedReader(FileSlice(descriptor, start, length), _BUFFER_BYTES)
+        buffered = io.BufferedReader(FileSlice(file, start, length), _BUFFER_BYTES)
         try:
-            with zipfile.ZipFile(file) as archive:
+            with zipfile.ZipFile(buffered) as archive:
                 for info in archive.infolist():
-                    self._add(file, info)
+                    self._add(buffered, info)
         except (zipfile.BadZipFile, struct.error, ValueError, OSError, OverflowError, NotImplementedError) as error:
-            if os.pread(descriptor, 1, start) == b"\x80":
+            if _read_at(file, start, 1) == b"\x80":
                 fix = "Load it with torch and save it again."
                 refuse("FSDP-E460", place, "is in the format of torch versions before 1.6, without a zip.", fix)
             self._damaged(f"{error}")
@@ -117,7 +122,7 @@ class TorchZip:
     def read(self, name: str) -> bytes:
         """Return a record's bytes."""
         start, stop = self._record(name)
-        return os.pread(self._descriptor, stop - start, self._start + start)
+        return _read_at(self._file, self._start + start, stop - start)
 
     def offset(self, name: str) -> int:
         """Return the byte offset of a record's data in the file."""
@@ -156,21 +161,21 @@ class TensorZips:
     def __init__(self) -> None:
         self._known: dict[tuple[int, bytes], tuple[bytes, PickledTensor, int]] = {}
 
-    def read(self, descriptor: int, start: int, length: int, place: Path | str) -> tuple[Any, int]:
+    def read(self, file: BinaryIO, start: int, length: int, place: Path | str) -> tuple[Any, int]:
         """Return the tensor (or other saved object), and the byte offset of its first element in the file."""
-        end = os.pread(descriptor, _END_SIZE, start + max(0, length - _END_SIZE))
+        end = _read_at(file, start + max(0, length - _END_SIZE), _END_SIZE)
         known = self._known.get((length, end))
         if known is not None:
             headers, tensor, offset = known
-            if os.pread(descriptor, len(headers), start) == headers:
+            if _read_at(file, start, len(headers)) == headers:
                 return tensor, start + offset
-        zipped = TorchZip(descriptor, start, length, place)
+        zipped = TorchZip(file, start, length, place)
         value = zipped.value()
         if not isinstance(value, PickledTensor):
             return value, start
         offset = zipped.tensor_offset(value) - start
         # Everything that describes the tensor precedes its bytes; the directory repeats it.
-        self._known[length, end] = os.pread(descriptor, offset, start), value, offset
+        self._known[length, end] = _read_at(file, start, offset), value, offset
         return value, start + offset
 
 
@@ -240,12 +245,9 @@ def open_archive(root: Path, name: str) -> tuple[TorchZip, Any]:
         CheckpointError: the file is missing, is outside of ``root``, or is damaged.
     """
     raise_if_any(file_problems_inside(root, [name], root))
-    descriptor = open_regular(root / name)
-    try:
-        archive = TorchZip(descriptor, 0, os.fstat(descriptor).st_size, root / name)
+    with open_for_reading(root / name) as file:
+        archive = TorchZip(file, 0, (root / name).stat().st_size, root / name)
         return archive, archive.value()
-    finally:
-        os.close(descriptor)
 
 
 def stored_values(file: str, archive: TorchZip, value: Any) -> Any:

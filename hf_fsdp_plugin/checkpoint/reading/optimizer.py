@@ -28,7 +28,7 @@ from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_optimize
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredOptimizer, StoredTensor
 from hf_fsdp_plugin.checkpoint.io import InputFiles
 from hf_fsdp_plugin.checkpoint.reading import resharding
-from hf_fsdp_plugin.checkpoint.shards import LocalShard, ModelShards, Piece, parameter_shards
+from hf_fsdp_plugin.checkpoint.saved_state import LocalShard, ModelShards, Piece, parameter_shards
 from hf_fsdp_plugin.state import find_part, parts_of
 from hf_fsdp_plugin.text import format_names, plural
 from hf_fsdp_plugin.torch_private.functions import can_create_state, create_state
@@ -75,7 +75,7 @@ def load_optimizer(
 
 
 class SavedPositions(tuple[int, ...]):
-    """The position of the saved group for each group of an optimizer whose groups were others when it was saved."""
+    """The position of the saved group for each group of an optimizer."""
 
 
 @contextlib.contextmanager
@@ -166,30 +166,21 @@ class _StateLoader:
         return dict(zip(itertools.chain(*saved), itertools.chain(*own), strict=True))
 
     def _pair_groups(self) -> list[dict[str, Any]]:
-        """Return, for each group of the optimizer, the saved group with the same parameters.
+        """Return, for each group of the optimizer, the saved group with its parameters, or an empty dict.
 
-        Groups may have been saved in another order. Empty groups are paired in order; an empty dict for surplus ones.
+        Groups may have been saved in another order. Their sizes may differ if parameters that are grouped differently
+        have the same options: the Trainer has a group for each mesh of parameters, so that groups depend on the axes.
         """
         own = [frozenset(part.name for _, parts in group for part in parts) for group in self._parameters]
         saved = [frozenset(group["params"]) for group in self._groups]
-        if {group for group in own if group} != {group for group in saved if group}:
-            return self._pair_divided_groups(own, saved)
-        left: dict[frozenset[str], list[dict[str, Any]]] = {}
-        for names, group in zip(saved, self._groups, strict=True):
-            left.setdefault(names, []).append(group)
-        return [left[names].pop(0) if left.get(names) else {} for names in own]
-
-    def _pair_divided_groups(self, own: list[frozenset[str]], saved: list[frozenset[str]]) -> list[dict[str, Any]]:
-        """Pair groups of other sizes, if parameters that are grouped differently have the same options.
-
-        The Trainer has a group for each mesh of parameters, so that the groups depend on the axes.
-        """
         if frozenset[str]().union(*own) != frozenset[str]().union(*saved):
             self._refuse_groups(own, saved)
         pairs: list[dict[str, Any]] = []
         positions: list[int] = []
+        empty = (position for position, names in enumerate(saved) if not names)
         for names in own:
             found = [position for position, others in enumerate(saved) if others & names]
+            found = found if names else [*itertools.islice(empty, 1)]
             sources = [self._groups[position] for position in found]
             of_sources = frozenset[str]().union(*(source["params"] for source in sources))
             groups = zip(self._optimizer.param_groups, own, strict=True)

@@ -2,10 +2,10 @@
 
 The lines of :func:`load_stored` are the steps of loading one model or optimizer. The steps of a whole resume are in
 ``integrations.accelerate.checkpoints.load_state``. Boxes of whole tensors describe both the stored tensors
-(:mod:`hf_fsdp_plugin.checkpoint.formats.stored_tensors`) and the shards (:mod:`hf_fsdp_plugin.checkpoint.shards`), so
-that each rank reads the intersections of its boxes with the stored ones. The ranks communicate only to check that no
-rank failed. :func:`load_model` loads a model this way, and :mod:`hf_fsdp_plugin.checkpoint.reading.optimizer` an
-optimizer.
+(:mod:`hf_fsdp_plugin.checkpoint.formats.stored_tensors`) and the shards
+(:mod:`hf_fsdp_plugin.checkpoint.saved_state`), so that each rank reads the intersections of its boxes with the stored
+ones. The ranks communicate only to check that no rank failed. :func:`load_model` loads a model this way, and
+:mod:`hf_fsdp_plugin.checkpoint.reading.optimizer` an optimizer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hf_fsdp_plugin.checkpoint.formats import boxes
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import Stored, StoredModel, StoredTensor
 from hf_fsdp_plugin.checkpoint.io import MAX_SPAN, InputFiles
-from hf_fsdp_plugin.checkpoint.shards import ModelShards, Piece, model_shards
+from hf_fsdp_plugin.checkpoint.saved_state import ModelShards, Piece, model_shards
 from hf_fsdp_plugin.messages import progress_bar
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.text import format_names, plural

@@ -29,7 +29,7 @@ from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StatePath, TiedPath
 from hf_fsdp_plugin.checkpoint.formats.torch_files import TorchZip
 from hf_fsdp_plugin.checkpoint.io import open_for_reading, sync, without_collection
 from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, ENTRY_ALIGNMENT, dcp_file
-from hf_fsdp_plugin.checkpoint.shards import LocalShard, shards_to_write
+from hf_fsdp_plugin.checkpoint.saved_state import LocalShard, shards_to_write
 from hf_fsdp_plugin.checkpoint.writing.file_parts import Content, FilePart, Item, PartWriter, bytes_of, whole_file
 from hf_fsdp_plugin.torch_private.functions import StorageInfo
 
@@ -231,7 +231,7 @@ def _frame(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
         with skip_data():
             torch.save(tensor, path)
         with open_for_reading(path) as file:
-            begin = TorchZip(file.fileno(), 0, path.stat().st_size, path).offset("data/0")
+            begin = TorchZip(file, 0, path.stat().st_size, path).offset("data/0")
             head = file.read(begin)
             file.seek(begin + tensor.nbytes)
             return head, file.read()

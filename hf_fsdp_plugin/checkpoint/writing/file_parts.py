@@ -214,12 +214,8 @@ def _advise(address: int, size: int, advice: int) -> bool:
 
 def lower_thread_priority() -> None:
     """Give the calling thread (on Linux, only this thread) the lowest priority, so that it uses only idle cores."""
-    _set_thread_priority(threading.current_thread(), 19)
-
-
-def _set_thread_priority(thread: threading.Thread, nice: int) -> None:
-    with suppress(OSError, AttributeError):  # only root may raise a priority
-        os.setpriority(os.PRIO_PROCESS, thread.native_id or 0, nice)
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def copy_window(window: Window, memory: torch.Tensor) -> None:
@@ -429,8 +425,5 @@ class StagingBuffers:
         self._memory[number] = allocate_aligned(size, pinned=pinned)
 
     def _finish_preparing(self, number: int) -> None:
-        thread = self._preparing.pop(number, None)
-        if thread is not None:
-            if thread.is_alive():
-                _set_thread_priority(thread, 0)
+        if (thread := self._preparing.pop(number, None)) is not None:
             thread.join()

@@ -10,11 +10,12 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
+import secrets
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -30,10 +31,12 @@ from hf_fsdp_plugin.backends.ranks.cluster import ranks_per_machine
 from hf_fsdp_plugin.backends.sharding.buffers import send_buffers
 from hf_fsdp_plugin.checkpoint.errors import os_errors_as_problems
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRecord, Manifest
-from hf_fsdp_plugin.checkpoint.shards import model_shards, optimizer_shards
+from hf_fsdp_plugin.checkpoint.saved_state import model_shards, optimizer_shards
+from hf_fsdp_plugin.checkpoint.storage import Storage
 from hf_fsdp_plugin.checkpoint.writing import file_parts, state_files
 from hf_fsdp_plugin.checkpoint.writing.dcp_files import FolderEntries, StateFiles, complete_folders
 from hf_fsdp_plugin.checkpoint.writing.staging import RankRecord, StagingFolder
+from hf_fsdp_plugin.checkpoint.writing.stored_staging import StoredStaging
 from hf_fsdp_plugin.devices import available_device
 from hf_fsdp_plugin.host_memory import available_memory
 from hf_fsdp_plugin.messages import print_once
@@ -64,6 +67,7 @@ class CheckpointManager:
         save_in_flight: the save that is being written in the background.
         saved_kinds: model -> state dict types of all checkpoints with an optimizer of it.
         saved_asynchronously: model -> whether its last checkpoint was written in the background.
+        storage_url: URL of the storage to which the last checkpoint was saved; ``None`` for a folder.
     """
 
     def __init__(
@@ -82,11 +86,13 @@ class CheckpointManager:
         self.save_in_flight: Save | None = None
         self.saved_kinds: WeakKeyDictionary[nn.Module, set[StateDictKind]] = WeakKeyDictionary()
         self.saved_asynchronously: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+        self.storage_url: str | None = None
         self._open: Save | None = None
         self.buffers = file_parts.StagingBuffers()
         self._has_warned = False
         self._hooks = ExitStack()  # of the save in flight
         self._group: dist.ProcessGroup | None = None
+        self._storage: tuple[Storage, str] | None = None  # and the token of this run
 
     @contextmanager
     def saving(
@@ -97,6 +103,7 @@ class CheckpointManager:
         asynchronous: bool = False,
         into: bool = False,
         linked: bool = False,
+        storage: str = "",
         after: Callable[[], None] | None = None,
     ) -> Iterator[Save]:
         """Save a checkpoint. The block adds files to the folder of the save; then the save is committed.
@@ -106,11 +113,15 @@ class CheckpointManager:
             asynchronous: write and commit in the background.
             into: add the files to the folder ``final`` instead of replacing it.
             linked: the block writes to ``final``, a link until the commit. If it writes nothing, nothing is saved.
+            storage: URL of the storage in which the checkpoint is committed, in the background; empty for ``final``.
             after: rank 0 calls it after the commit.
         """
         self.wait()  # for the save in flight
-        save = Save(final.absolute(), self, asynchronous=asynchronous, into=into, linked=linked)
-        save.staging.create()  # rank 0 creates an empty folder beside the checkpoint, and all ranks see it
+        staging = StagingFolder(final.absolute(), into=into, linked=linked)
+        if storage:
+            staging, self.storage_url = StoredStaging(final.absolute(), *self.use_storage(storage)), storage
+        save = Save(staging, self, asynchronous=asynchronous)
+        staging.create()  # rank 0 creates an empty folder beside the checkpoint, and all ranks see it
         outer, self._open = self._open, save  # another save may be opened and finished in the block
         try:
             with on_all_ranks(f"writing {final}"), os_errors_as_problems(save.final):
@@ -121,18 +132,35 @@ class CheckpointManager:
                 save.discard()
                 return
             contents = replace(manifest(), asynchronous=save.asynchronous)
-            if not asynchronous:
+            if not (asynchronous or storage):
                 save.finish(contents, after)  # each rank: its record; rank 0: the manifest, syncs, and the rename
         except Exception:
             save.discard()
             raise
         finally:
             self._open = outer
-        if asynchronous:
+        if asynchronous or storage:
             self._cpu_group()  # created here, because that is collective
             self.save_in_flight = save
             self._hooks = hooks_of(save, self._poll, self._in_flight_file())  # optimizer steps, exit and SIGTERM
             save.start(contents, after)  # in a thread: write the copies, then the steps of finish
+
+    def use_storage(self, url: str) -> tuple[Storage, str]:
+        """Return the storage of a URL, which only this run writes from now on, and the token of the run.
+
+        Collective at the first call. Raises ``CheckpointError`` if the storage cannot be used.
+        """
+        if self._storage is None or self._storage[0].url != url.rstrip("/"):
+            with on_all_ranks(f"opening {url}"):
+                storage = Storage(url)
+            token = broadcast_object(secrets.token_hex(8))
+            with on_all_ranks(f"opening {url}"):
+                if dist.get_rank() == 0:
+                    storage.claim(token)
+            with on_all_ranks(f"opening {url}"):
+                storage.check_owner(token)  # each machine has its own credentials
+            self._storage = storage, token
+        return self._storage
 
     def open_save(self, folder: Path) -> Save | None:
         """Return the save whose block is running, if ``folder`` is its folder. Not collective.
@@ -159,6 +187,7 @@ class CheckpointManager:
             self._retire()
             self.buffers.close()
             self.writer.close()
+            self._storage = None
             if self._group is not None and dist.is_initialized():
                 dist.destroy_process_group(self._group)
             self._group = None
@@ -300,10 +329,8 @@ class Save:
         world_size: number of ranks that write.
     """
 
-    def __init__(
-        self, final: Path, manager: CheckpointManager, *, asynchronous: bool, into: bool, linked: bool
-    ) -> None:
-        self.staging = StagingFolder(final, into=into, linked=linked)
+    def __init__(self, staging: StagingFolder, manager: CheckpointManager, *, asynchronous: bool) -> None:
+        self.staging = staging
         self.final, self.folder = self.staging.final, self.staging.folder
         self.models: set[int] = set()
         self.asynchronous = asynchronous
@@ -316,7 +343,6 @@ class Save:
         self._staged: list[tuple[list[file_parts.FilePart], torch.Tensor, Callable[[], None]]] = []
         self._thread: threading.Thread | None = None
         self._record_written = False
-        self._abandoned = threading.Event()
         self._error: Exception | None = None
 
     def write(self, files: StateFiles) -> None:
@@ -357,7 +383,7 @@ class Save:
                 self._write_record()
                 self._commit(manifest, after)
         except Exception as error:
-            with suppress(OSError):
+            with suppress(OSError, CheckpointError):
                 self.staging.write_failure(self._rank, str(error))
             self._error = error
 
@@ -369,14 +395,15 @@ class Save:
         if self._rank != 0:
             return
         rank = 0
-        interval = max(POLL_INTERVAL, self.world_size * _POLL_COST)
+        interval = max(self.staging.poll_interval, self.world_size * _POLL_COST)
         while (rank := self.staging.missing_record(rank, self.world_size)) < self.world_size:
             failures = self.staging.read_failures()
-            if failures or self._abandoned.wait(interval):
+            if failures or self.staging.abandoned.wait(interval):
                 raise _OtherRankFailed(self.final, failures)
         self.staging.commit(self.staging.read_records(self.world_size), manifest)
         if after is not None:
-            after()
+            with suppress(CheckpointError) if not self.staging.is_shared else nullcontext():
+                after()  # of a storage, the next save removes what this one could not
 
     def poll(self, group: dist.ProcessGroup | None) -> bool:
         """Return whether all ranks have finished writing. An error of one rank is raised on all ranks.
@@ -390,12 +417,14 @@ class Save:
         dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=group)
         failed, writing = (bool(flag) for flag in seen)
         if failed:
-            self._abandoned.set()
+            self.staging.abandoned.set()
             self._thread.join()
             try:
                 with on_all_ranks(f"writing {self.final} in the background"):
                     if self._error is not None and not isinstance(self._error, _OtherRankFailed):
                         raise self._error
+            except CheckpointError as error:
+                self.staging.report(error)
             finally:
                 self.discard()
         return failed or not writing
@@ -404,7 +433,7 @@ class Save:
         """Remove the written files. Called when all ranks have raised an error."""
         for _, _, wait_for_copies in self._staged:
             wait_for_copies()  # before the memory is unpinned
-        if self._rank == 0:
+        if self._rank == 0 or not self.staging.is_shared:
             self.staging.discard()
 
     def join(self, timeout: float) -> None:

@@ -19,9 +19,11 @@ from __future__ import annotations
 import errno
 import pickle
 import shutil
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -52,18 +54,25 @@ class StagingFolder:
         root: path of the staging folder itself.
     """
 
-    def __init__(self, final: Path, *, into: bool = False, linked: bool = False) -> None:
+    is_shared = True
+    """Whether all ranks write to this folder."""
+    poll_interval = 0.02
+    """Seconds between checks for the records of other ranks."""
+
+    def __init__(self, final: Path, *, into: bool = False, linked: bool = False, suffix: str = SAVING) -> None:
         """
         Args:
             into: add the files to the folder ``final`` instead of replacing it.
             linked: ``final`` is a link to the folder until the commit.
+            suffix: suffix of the root.
         """
+        self.abandoned = threading.Event()  # set when a rank has failed
         # The target of a user's link is replaced, not the link.
         is_users = final.is_symlink() and not folders.is_staging_link(final)
         self.final = final = final.resolve() if is_users else final
         self._into, self._linked = into, linked
         # With ``into``, the folder exists, and its parent may not be writable.
-        self.root = final / SAVING if into else hidden_path(final, SAVING)
+        self.root = final / suffix if into else hidden_path(final, suffix)
         self.folder = self.root / final.name
         self._records = self.root / "parts"
 
@@ -97,6 +106,10 @@ class StagingFolder:
         shutil.rmtree(self.root, ignore_errors=True)
         if self._linked:
             folders.restore_replaced(self.final)
+
+    def report(self, error: CheckpointError) -> NoReturn:
+        """Raise the error of a save in the background."""
+        raise error
 
     def write_record(self, rank: int, record: RankRecord) -> None:
         """Write the record of a rank, with the files that only this rank has written for the Trainer or Accelerate."""

@@ -33,7 +33,13 @@ from hf_fsdp_plugin.checkpoint.formats.boxes import relative_slices, row_major, 
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.formats.safetensors import index_text, plan_files
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StatePath
-from hf_fsdp_plugin.checkpoint.shards import LocalShard, ModelShards, OptimizerShards, model_shards, shards_to_write
+from hf_fsdp_plugin.checkpoint.saved_state import (
+    LocalShard,
+    ModelShards,
+    OptimizerShards,
+    model_shards,
+    shards_to_write,
+)
 from hf_fsdp_plugin.checkpoint.writing.dcp_files import StateFiles, rank_file
 from hf_fsdp_plugin.checkpoint.writing.file_parts import Item, shared_file, whole_file
 from hf_fsdp_plugin.messages import print_once

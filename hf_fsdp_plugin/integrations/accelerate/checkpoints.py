@@ -6,6 +6,7 @@ Every rank writes its shards to a staging folder, which is renamed when it is co
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from accelerate.utils.modeling import is_peft_model
 from hf_fsdp_plugin.backends.optimizers.parameters import owner_of
 from hf_fsdp_plugin.backends.ranks.agreement import TRAINING_LIMIT, collective_call, on_all_ranks, wait_for_all_ranks
 from hf_fsdp_plugin.backends.sharding.shard import locate_module, plan_of
-from hf_fsdp_plugin.checkpoint.checking.inspection import numbered_checkpoints
+from hf_fsdp_plugin.checkpoint.checking.inspection import by_number, numbered_checkpoints
 from hf_fsdp_plugin.checkpoint.folders import remove_checkpoint
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.names import ACCELERATE_PREFIX, ACCELERATE_RUN, custom_state_file
@@ -32,7 +33,13 @@ from hf_fsdp_plugin.integrations.accelerate.private import (
     shared_state,
 )
 from hf_fsdp_plugin.integrations.accelerate.steps_after_restart import batch_of, keep_samples_per_step
-from hf_fsdp_plugin.integrations.resuming import continue_run, find_checkpoint, run_fact, warn_differences
+from hf_fsdp_plugin.integrations.resuming import (
+    continue_run,
+    find_checkpoint,
+    present_folder,
+    run_fact,
+    warn_differences,
+)
 from hf_fsdp_plugin.integrations.saving import call_name, exporting, manager
 from hf_fsdp_plugin.integrations.session import attributes_in_block, outer_calls
 from hf_fsdp_plugin.observers import mark_phase
@@ -61,8 +68,9 @@ def save_state(
         facts: dict[str, Any] = {"batch": batch_of(accelerator), "run": run_fact()}
         return manifest_of(model, plugin.state_dict_kind, step=accelerator.step or None, **facts)
 
-    rotate = functools.partial(_remove_oldest, run, project.total_limit) if run is not None else None
-    with manager().saving(final, manifest, asynchronous=asynchronous, after=rotate) as save:
+    storage = plugin.spec.checkpoint.storage
+    rotate = functools.partial(_remove_oldest, run, project.total_limit, storage) if run is not None else None
+    with manager().saving(final, manifest, asynchronous=asynchronous, storage=storage, after=rotate) as save:
         project.automatic_checkpoint_naming = False
         try:
             original(str(save.folder), *args, **kwargs)
@@ -92,8 +100,15 @@ def _write_config(model: Any, folder: Path) -> None:
             inner.generation_config.save_pretrained(str(folder))
 
 
-def _remove_oldest(run: Path, limit: int | None) -> None:
-    for path in numbered_checkpoints(run, ACCELERATE_PREFIX)[limit:] if limit else ():
+def _remove_oldest(run: Path, limit: int | None, storage: str) -> None:
+    if not limit:
+        return
+    if storage:
+        stored, _ = manager().use_storage(storage)
+        for name in by_number(stored.checkpoints(), ACCELERATE_PREFIX)[limit:]:
+            stored.remove(name)
+        return
+    for path in numbered_checkpoints(run, ACCELERATE_PREFIX)[limit:]:
         remove_checkpoint(path)
 
 
@@ -105,13 +120,13 @@ def load_state(original: Callable[..., Any], accelerator: Any, input_dir: Any = 
     """
     # 1. All ranks meet, select a complete checkpoint, and check its small files.
     wait_for_all_ranks("Accelerator.load_state", limit=TRAINING_LIMIT)
-    selected = Path(input_dir).expanduser() if input_dir is not None else None
+    selected = os.path.expanduser(input_dir) if input_dir is not None else None
     load_kwargs = (args[0] if args else kwargs.get("load_kwargs")) or {}
     allow_pickles = load_kwargs.get("weights_only") is False
-    verify = accelerator.state.fsdp_plugin.spec.checkpoint.verify
+    setting = accelerator.state.fsdp_plugin.spec.checkpoint
     fix = "Load a complete checkpoint."
     run = _run_folder(accelerator)
-    path = find_checkpoint(run, ACCELERATE_PREFIX, selected, fix=fix, verify=verify, allow_pickles=allow_pickles)
+    path = find_checkpoint(run, ACCELERATE_PREFIX, selected, setting, fix=fix, allow_pickles=allow_pickles)
     if path is None:
         return original(None, *args, **kwargs)
     # 2. Warn of what is different in this world, such as random states; the number of steps goes on.
@@ -194,8 +209,8 @@ def load_fsdp_model(
     plugin: Any, accelerator: Any, model: Any, input_dir: Any, model_index: int = 0, adapter_only: bool = False
 ) -> Any:
     adapters = adapter_only and is_peft_model(model)
-    verify = plugin.spec.checkpoint.verify
-    return load_model(model, Path(input_dir), model_index, adapter_only=adapters, verify=verify)
+    folder = present_folder(input_dir, plugin.spec.checkpoint.storage)  # of the best model, it may be in a storage
+    return load_model(model, folder, model_index, adapter_only=adapters, verify=plugin.spec.checkpoint.verify)
 
 
 @_if_planned

@@ -167,7 +167,11 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
     @property
     def state_dict_kind(self) -> StateDictKind:
         """Name of the current state dict type. Scripts may change the type before the last save."""
-        return _parse_state_dict_type(self.state_dict_type)
+        kind = _parse_state_dict_type(self.state_dict_type)
+        if kind == "full" and self.spec.checkpoint.storage:
+            self.state_dict_reason = "in a storage, each rank uploads files of its own"
+            return "sharded"
+        return kind
 
     def set_state_dict_type(self, state_dict_type: fsdp.StateDictType | str | int | None = None) -> None:
         """Set the state dict type: torch's enum, its number, or a name with or without ``_STATE_DICT``."""

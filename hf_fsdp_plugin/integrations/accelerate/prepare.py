@@ -251,6 +251,8 @@ def _prepare_optimizers(accelerator: Any, optimizers: Sequence[Optimizer]) -> No
         sharding.sharded_optimizers().update(optimizers)
         _adapt_steps(accelerator, optimizers, models)
         plugin.adapted_optimizers.update(optimizers)
+        if storage := plugin.spec.checkpoint.storage:
+            saving.manager().use_storage(storage)  # its problems are reported before the training
         if plugin.spec.checkpoint.asynchronous:
             _prepare_buffers_after_first_step(accelerator, optimizers[-1])
     run_report.track_run(accelerator)

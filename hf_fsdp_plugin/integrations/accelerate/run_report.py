@@ -184,6 +184,7 @@ def report_accelerator(accelerator: Any, *, batch: BatchShape | None = None, che
         saved_asynchronously=next(
             (each for each in map(manager().saved_asynchronously.get, models) if each is not None), None
         ),
+        storage=manager().storage_url,
     )
     return replace(report, restarts=current_run().restarts, steps_before=record().counts.before)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -18,8 +19,7 @@ from transformers.trainer_utils import has_length
 
 from hf_fsdp_plugin.backends.ranks.agreement import TRAINING_LIMIT, collective_call, on_all_ranks, wait_for_all_ranks
 from hf_fsdp_plugin.backends.sharding.shard import locate_module
-from hf_fsdp_plugin.checkpoint.checking.inspection import numbered_checkpoints
-from hf_fsdp_plugin.checkpoint.checking.trainer_state import check_trainer_checkpoint
+from hf_fsdp_plugin.checkpoint.checking.inspection import by_number, check_trainer_checkpoint, numbered_checkpoints
 from hf_fsdp_plugin.checkpoint.folders import remove_checkpoint
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, stored_state_dict_type
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
@@ -38,14 +38,15 @@ from hf_fsdp_plugin.checkpoint.names import (
 from hf_fsdp_plugin.checkpoint.reading.optimizer import schedules_follow_groups
 from hf_fsdp_plugin.checkpoint.reading.resharding import load_model
 from hf_fsdp_plugin.checkpoint.reading.states import load_state_file
-from hf_fsdp_plugin.checkpoint.shards import model_shards
+from hf_fsdp_plugin.checkpoint.saved_state import model_shards
+from hf_fsdp_plugin.checkpoint.storage import Storage
 from hf_fsdp_plugin.checkpoint.writing.state_files import manifest_of
 from hf_fsdp_plugin.integrations import peft, resuming
 from hf_fsdp_plugin.integrations.accelerate.checkpoints import load_fsdp_optimizer
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, has_sharded_model, if_planned, if_sharded
 from hf_fsdp_plugin.integrations.samples import batch_facts, kept_accumulation
 from hf_fsdp_plugin.integrations.saving import gathered, manager, remove_stale_weights
-from hf_fsdp_plugin.integrations.session import attributes_in_block, current_run
+from hf_fsdp_plugin.integrations.session import attributes_in_block, current_run, session
 from hf_fsdp_plugin.integrations.transformers import model_files, private
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.observers import mark_phase
@@ -82,8 +83,15 @@ def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, tri
         facts |= {"step": trainer.state.global_step, "adapter_only": is_peft_model(trainer.model)}
         return manifest_of(trainer.model, _kind_of_checkpoints(trainer) if save.models else "full", **facts)
 
-    rotate = partial(_remove_oldest, trainer, run, final)
-    with manager().saving(final, manifest, asynchronous=asynchronous, linked=is_own, after=rotate) as save:
+    storage = plugin.spec.checkpoint.storage
+    if storage and is_own:
+        message = f"{type(trainer).__name__} computes the paths of its checkpoints itself: they are not uploaded."
+        fix = "Call super()._save_checkpoint(model, trial) in the class, and add files to its folder before."
+        print_once(Problem(code="FSDP-W429", message=message, fix=fix))
+        storage = ""
+    rotate = partial(_remove_oldest, trainer, run, final, storage)
+    options: dict[str, Any] = {"asynchronous": asynchronous, "linked": is_own, "storage": storage, "after": rotate}
+    with manager().saving(final, manifest, **options) as save:
         with nullcontext() if is_own else private.using_run_folder(trainer, save.staging.root):
             original(model, trial)
         if trainer.state.best_model_checkpoint == str(save.folder):
@@ -96,13 +104,13 @@ def _kind_of_checkpoints(trainer: Any) -> StateDictKind:
     """Return the state dict type of checkpoints. Those without optimizer state are loaded with `from_pretrained`."""
     plugin = trainer.accelerator.state.fsdp_plugin
     kind: StateDictKind = plugin.state_dict_kind
-    if trainer.args.save_only_model and kind != "full":
+    if trainer.args.save_only_model and kind != "full" and not plugin.spec.checkpoint.storage:
         plugin.state_dict_reason = "save_only_model=True writes whole weights, which from_pretrained loads"
         return "full"
     return kind
 
 
-def _remove_oldest(trainer: Any, run: Path, newest: Path) -> None:
+def _remove_oldest(trainer: Any, run: Path, newest: Path, storage: str) -> None:
     """Delete the oldest checkpoints as the Trainer does, but each one atomically.
 
     An interrupted deletion would leave a partial folder with a new date, and folders with newer dates are kept longer.
@@ -110,13 +118,17 @@ def _remove_oldest(trainer: Any, run: Path, newest: Path) -> None:
     limit, best = trainer.args.save_total_limit, trainer.state.best_model_checkpoint
     if limit is None or limit <= 0:
         return
-    protected = {newest} | ({Path(best)} if best is not None else set())
+    protected = {newest.name} | ({Path(best).name} if best is not None else set())
     # Not sorted by number first, because a new run in the folder of an older run has lower numbers.
     checkpoints = numbered_checkpoints(run, TRAINER_PREFIX)[::-1]
     checkpoints.sort(key=_time_of_save)
-    num_to_remove = max(len(checkpoints) - max(limit, len(protected)), 0)
-    for path in [path for path in checkpoints if path not in protected][:num_to_remove]:
-        remove_checkpoint(path)
+    names = [path.name for path in checkpoints]
+    stored = manager().use_storage(storage)[0] if storage else None
+    if stored is not None:
+        names = [name for name in stored.checkpoints() if name.startswith(TRAINER_PREFIX)]
+    num_to_remove = max(len(names) - max(limit, len(protected)), 0)
+    for name in [name for name in names if name not in protected][:num_to_remove]:
+        remove_checkpoint(run / name) if stored is None else stored.remove(name)
 
 
 def _time_of_save(checkpoint: Path) -> str:
@@ -283,6 +295,14 @@ def finalize_training(original: Callable[..., Any], trainer: Any, *args: Any, **
     return original(*args, **kwargs)
 
 
+def get_last_checkpoint(original: Callable[..., Any], folder: Any) -> Any:
+    """Return the path that the newest checkpoint of a storage would have in a folder. ``train`` resumes from it."""
+    if storage := session().storage():
+        for name in by_number(Storage(storage).checkpoints(), TRAINER_PREFIX)[:1]:
+            return os.path.join(folder, name)
+    return original(folder)
+
+
 def checkpoint_to_resume(trainer: Any, resume: Any) -> Any:
     """Return the checkpoint that ``resume_from_checkpoint=resume`` selects; for ``True``, the newest complete one.
 
@@ -293,22 +313,23 @@ def checkpoint_to_resume(trainer: Any, resume: Any) -> Any:
         CheckpointError: the selected checkpoint is incomplete, or all checkpoints are.
     """
     current_run().first_samples_per_step = None  # of an earlier training in this script
-    if (own := resuming.checkpoint_after_restart(Path(trainer.args.output_dir), TRAINER_PREFIX)) is not None:
+    setting = trainer.accelerator.state.fsdp_plugin.spec.checkpoint
+    run = Path(trainer.args.output_dir)
+    if (own := resuming.checkpoint_after_restart(run, TRAINER_PREFIX, setting.storage)) is not None:
         if saved := resuming.continue_run(own):
             _keep_samples_per_step(trainer, saved)
         _check_contents(trainer, own)
         return str(own)
     if not resume:
         return resume
-    selected = None if resume is True else Path(resume)
+    selected = None if resume is True else os.fspath(resume)
     fix = "Pass a complete checkpoint, or resume_from_checkpoint=True for the newest one."
-    verify = trainer.accelerator.state.fsdp_plugin.spec.checkpoint.verify
-    found = resuming.find_checkpoint(Path(trainer.args.output_dir), TRAINER_PREFIX, selected, fix=fix, verify=verify)
+    found = resuming.find_checkpoint(run, TRAINER_PREFIX, selected, setting, fix=fix)
     if found is None:
         return resume
     _check_contents(trainer, found)
     if resume is not True:
-        return resume
+        return str(found)
     print_once(f"resuming from {found}, the newest complete checkpoint.")
     return str(found)
 

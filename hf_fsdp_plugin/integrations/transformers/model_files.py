@@ -27,7 +27,7 @@ from hf_fsdp_plugin.backends.ranks.agreement import collective_call, gather_obje
 from hf_fsdp_plugin.backends.sharding.buffers import send_buffers
 from hf_fsdp_plugin.backends.sharding.shard import ModuleLocation, locate_module
 from hf_fsdp_plugin.checkpoint.names import HF_MODEL, safetensors_file
-from hf_fsdp_plugin.checkpoint.shards import ModelShards
+from hf_fsdp_plugin.checkpoint.saved_state import ModelShards
 from hf_fsdp_plugin.checkpoint.whole_weights import with_whole_weights
 from hf_fsdp_plugin.checkpoint.writing.state_files import gathered_state
 from hf_fsdp_plugin.integrations.patching import has_fsdp_settings

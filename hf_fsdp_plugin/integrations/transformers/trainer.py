@@ -209,6 +209,9 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
     current_run().num_trainings += 1
     resume = args[0] if args else kwargs.get("resume_from_checkpoint")
     resuming.attempt().agree(f"{type(trainer).__name__}.train")
+    plugin = planned_plugin(trainer.accelerator)
+    if plugin is not None and plugin.spec.checkpoint.storage:
+        manager().use_storage(plugin.spec.checkpoint.storage)
     if resuming.is_started_again() or resume:
         found = checkpoint_to_resume(trainer, resume)
         args, kwargs = (found, *args[1:]), {k: v for k, v in kwargs.items() if k != "resume_from_checkpoint"}

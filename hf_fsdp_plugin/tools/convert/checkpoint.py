@@ -214,7 +214,7 @@ def write_states(
         total: bytes of all tensors.
     """
     from hf_fsdp_plugin.checkpoint.checking.verify import files_of_checkpoint
-    from hf_fsdp_plugin.checkpoint.shards import ModelShards, OptimizerShards, whole_shard
+    from hf_fsdp_plugin.checkpoint.saved_state import ModelShards, OptimizerShards, whole_shard
     from hf_fsdp_plugin.checkpoint.writing.file_parts import PartWriter
     from hf_fsdp_plugin.checkpoint.writing.staging import RankRecord, complete_checkpoint
     from hf_fsdp_plugin.checkpoint.writing.state_files import optimizer_files, sharded_model_files

@@ -18,6 +18,7 @@ from hf_fsdp_plugin.checkpoint.checking.inspection import first_complete, number
 from hf_fsdp_plugin.checkpoint.errors import refuse
 from hf_fsdp_plugin.checkpoint.io import object_in
 from hf_fsdp_plugin.checkpoint.names import PREFIXES, TRAINER_STATE
+from hf_fsdp_plugin.checkpoint.storage import folder_of
 from hf_fsdp_plugin.text import printable
 from hf_fsdp_plugin.tools.common import check_folder
 from hf_fsdp_plugin.tools.merge import verb as merge
@@ -25,7 +26,7 @@ from hf_fsdp_plugin.tools.merge import verb as merge
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "output folder of a Trainer, or folder of Accelerate's checkpoints"
-    parser.add_argument("run", type=Path, metavar="RUN", help=about)
+    parser.add_argument("run", type=folder_of, metavar="RUN", help=about)
     merge.add_options(parser)
     parser.add_argument("--best", action="store_true", help="export the best checkpoint by the Trainer's metric")
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from hf_fsdp_plugin import text
 from hf_fsdp_plugin.checkpoint.checking.inspection import why_incomplete
+from hf_fsdp_plugin.checkpoint.storage import folder_of
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, print_json, print_problems, print_result, text_width
 from hf_fsdp_plugin.problems import CheckpointError, UsageError
 from hf_fsdp_plugin.tools.common import check_folder
@@ -30,7 +31,7 @@ _WIDTH = 112
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "a checkpoint of any kind, a Hugging Face folder, or a folder of checkpoints"
-    parser.add_argument("checkpoint", type=Path, help=about)
+    parser.add_argument("checkpoint", type=folder_of, help=about)
     parser.add_argument("--parameters", action="store_true", help="list every parameter")
     parser.add_argument("--optimizer", action="store_true", help="list the optimizer's groups and state")
 

@@ -17,7 +17,7 @@ from hf_fsdp_plugin.checkpoint.formats.safetensors import SafetensorsFile, num_b
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredTensor
 from hf_fsdp_plugin.checkpoint.io import InputFiles
 from hf_fsdp_plugin.checkpoint.reading.resharding import execute_transfers, plan_transfers
-from hf_fsdp_plugin.checkpoint.shards import pieces_in
+from hf_fsdp_plugin.checkpoint.saved_state import pieces_in
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_names, plural
 from hf_fsdp_plugin.tools.common import Progress

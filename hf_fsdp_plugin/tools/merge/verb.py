@@ -13,6 +13,7 @@ import argparse
 from dataclasses import fields
 from pathlib import Path
 
+from hf_fsdp_plugin.checkpoint.storage import folder_of
 from hf_fsdp_plugin.cli.output import print_result
 from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem, UsageError
 from hf_fsdp_plugin.text import SHORT_DTYPES, format_bytes, plural, printable
@@ -24,7 +25,9 @@ DTYPES = {name: of_torch for of_torch, name in SHORT_DTYPES.items()}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="the folder of a checkpoint, or of its model")
+    parser.add_argument(
+        "checkpoint", type=folder_of, metavar="CKPT", help="the folder of a checkpoint, or of its model"
+    )
     add_options(parser)
 
 

@@ -51,7 +51,7 @@ def crc_problems(files: Iterable[Path], progress: Progress) -> tuple[int, list[P
 
 def _check_archive(path: Path, item: FileRange) -> int:
     with open_for_reading(path) as file:
-        part = FileSlice(file.fileno(), item.start, item.stop - item.start)
+        part = FileSlice(file, item.start, item.stop - item.start)
         return compare_checksums(io.BufferedReader(part, 1 << 20))
 
 

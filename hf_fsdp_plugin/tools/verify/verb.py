@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
+from hf_fsdp_plugin.checkpoint.storage import folder_of
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, colored, print_json, print_problems
 from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.text import plural, printable
@@ -24,7 +25,7 @@ from hf_fsdp_plugin.tools.verify.verification import Verdict, verify
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "a checkpoint of any kind, a Hugging Face folder, or a run: all of its checkpoints"
-    parser.add_argument("checkpoint", type=Path, help=about)
+    parser.add_argument("checkpoint", type=folder_of, help=about)
     about = "skip the comparison with the model of config.json, which may need torch"
     parser.add_argument("--no-config-check", action="store_true", help=about)
 

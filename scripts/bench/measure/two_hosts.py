@@ -6,7 +6,8 @@ step stand beside the predicted ones: the collectives that ``tools/plan/estimate
 sends for a byte of them. Then a machine is lost in the middle of a training, by SIGKILL to its launcher and ranks,
 comes back, and the run must continue from the newest checkpoint with the losses of an uninterrupted run. At last,
 a run with ``--num_machines 1:2`` goes on with one machine while the other is away, and with both when it is back; the
-samples of a step stay the same, by gradient accumulation.
+samples of a step stay the same, by gradient accumulation. With ``--only storage``, the machines have no common folder,
+the checkpoints are in an object store on host 0, and the lost machine comes back with an empty disk.
 
 Gloo's algorithms are rings over the ranks in order, so a group has one connection from host to host in each direction.
 Of B bytes (the whole tensor) n ranks send over each connection: all-gather (n-1)/n B, all-reduce 2(n-1)/n B, and
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -36,6 +38,7 @@ from scripts.bench.tables.update_results import write_result
 NUM_STEPS, LOSE_AT, RETURN_AT = 12, 7, 14
 NUM_ELASTIC_STEPS, ELASTIC_PAUSE_S = 40, 0.5
 LIMIT_S = 600.0
+STORE_PORT = 5000
 INSIDE = "HF_FSDP_TWO_HOSTS"
 FACTORS = {"all_gather": 1.0, "reduce_scatter": 2.0, "all_reduce": 2.0}
 """What a rank of gloo sends, in units of (n-1)/n of the whole tensor."""
@@ -60,11 +63,21 @@ class Run:
     """A launcher on each host."""
 
     def __init__(
-        self, hosts: Hosts, name: str, words: Sequence[str], *, strategy: str, version: int, flags: Sequence[str] = ()
+        self,
+        hosts: Hosts,
+        name: str,
+        words: Sequence[str],
+        *,
+        strategy: str,
+        version: int,
+        flags: Sequence[str] = (),
+        storage: str = "",
     ) -> None:
         self.hosts, self.name, self.words, self.flags = hosts, name, list(words), list(flags)
         self.config = FOLDER / f"{name}.yaml"
         self.config.write_text(CONFIG.format(version=version, strategy=strategy))
+        if storage:
+            self.config.write_text(f"{self.config.read_text()}  fsdp_checkpoint_storage: {storage}\n")
         self.processes: list[subprocess.Popen[bytes]] = []
         self.processes = [self.start(0), self.start(1)]
 
@@ -188,6 +201,36 @@ def lose(hosts: Hosts, expected: dict[str, str]) -> dict[str, Any]:
     return row
 
 
+def lose_disk(hosts: Hosts, expected: dict[str, str], version: int) -> dict[str, Any]:
+    """Lose host 1 and its disk, let it come back, and compare the losses. The checkpoints are in an object store."""
+    os.environ.update(AWS_ACCESS_KEY_ID="key", AWS_SECRET_ACCESS_KEY="secret", AWS_DEFAULT_REGION="us-east-1")
+    os.environ["AWS_ENDPOINT_URL"] = f"http://{ADDRESSES[0]}:{STORE_PORT}"
+    store = hosts.start(0, ["-m", "moto.server", "-H", "0.0.0.0", "-p", str(STORE_PORT)], FOLDER / "store.log")
+    create = "import s3fs, time; time.sleep(5); s3fs.S3FileSystem().mkdir('checkpoints')"
+    hosts.in_host(0, sys.executable, "-c", create)
+    folder = FOLDER / f"out_storage_{version}"
+    folder.mkdir()
+    words, url = ["train", str(folder), str(NUM_STEPS), "0.2", "s3://checkpoints/run"], "s3://checkpoints/run"
+    run = Run(hosts, f"storage_{version}", words, strategy="full_shard", version=version, storage=url)
+    disks = [folder / f"host{number}" for number in (0, 1)]
+    run.until(lambda: len(read_losses(disks[0])) >= LOSE_AT, "training")
+    kill_host(run)
+    shutil.rmtree(disks[1])
+    run.processes[1] = run.start(1)
+    run.finish()
+    store.kill()
+    found = read_losses(disks[0])
+    report = json.loads((FOLDER / f"{run.name}.json").read_text())["restarts"]
+    row = {
+        "version": version,
+        "lost_steps": report["lost_steps"],
+        "files_left_of_checkpoints": sum(1 for disk in disks for _ in disk.rglob("*.distcp")),
+        "losses_equal": all(expected[step] == loss for step, loss, *_ in found) and report["count"] > 0,
+    }
+    print(f"host1 and its disk lost: {row}", flush=True)
+    return row
+
+
 def shrink_and_grow(hosts: Hosts, expected: dict[str, str]) -> dict[str, Any]:
     """Lose host 1 by SIGKILL, go on with host 0 alone, let host 1 come back, and compare the losses."""
     folder = FOLDER / "out_elastic"
@@ -227,9 +270,8 @@ def main() -> int:
     parser.add_argument("--rate", default="100mbit", help="of the link, in each direction")
     parser.add_argument("--delay", default="1ms", help="of the link, in each direction, if the kernel has netem")
     parser.add_argument("--versions", type=int, nargs="+", default=[1, 2])
-    parser.add_argument(
-        "--only", choices=["bytes", "losses", "elastic", "hold"], help="a part; hold: keep the hosts until killed"
-    )
+    parts = ["bytes", "losses", "elastic", "storage", "hold"]
+    parser.add_argument("--only", choices=parts, help="a part; hold: keep the hosts until killed")
     args = parser.parse_args()
     if INSIDE not in os.environ:  # the namespaces are made first
         return subprocess.run(["bash", str(ROOT / "scripts" / "two_hosts.sh"), *sys.argv[1:]], check=False).returncode
@@ -243,6 +285,10 @@ def main() -> int:
     if args.only in (None, "losses"):
         expected = uninterrupted(hosts, NUM_STEPS)
         lost = [lose(hosts, expected)]
+    stored = []
+    if args.only in (None, "storage"):
+        expected = uninterrupted(hosts, NUM_STEPS)
+        stored = [lose_disk(hosts, expected, version) for version in args.versions[-1:]]
     elastic = None
     if args.only in (None, "elastic"):
         elastic = shrink_and_grow(hosts, uninterrupted(hosts, NUM_ELASTIC_STEPS))
@@ -254,10 +300,11 @@ def main() -> int:
         "delay": hosts.delay or "none: this kernel has no netem",
         "bytes": rows,
         "losses": lost,
+        "storage": stored,
         "elastic": elastic,
     }
     write_result("two_hosts", args.out, result)
-    return 0 if all(row["losses_equal"] for row in (*lost, *([elastic] if elastic is not None else []))) else 1
+    return 0 if all(row["losses_equal"] for row in (*lost, *stored, *([elastic] if elastic is not None else []))) else 1
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -97,9 +98,14 @@ def measure(accelerator: Any, model: Any, optimizer: Any, out: Path) -> None:
         out.write_text(json.dumps({"steps": rows, "collectives": collectives, "factors": factors}))
 
 
-def train(accelerator: Any, model: Any, optimizer: Any, out: Path, num_steps: int, pause: float) -> None:
+def train(
+    accelerator: Any, model: Any, optimizer: Any, out: Path, num_steps: int, pause: float, storage: str = ""
+) -> None:
     step, number = make_step(accelerator, model, optimizer), 0
-    checkpoint = hfp.newest_checkpoint(out, this_run=True)
+    if storage:
+        out = out / socket.gethostname()  # the disk of this host
+        out.mkdir(exist_ok=True)
+    checkpoint = hfp.newest_checkpoint(storage or out, this_run=True)
     if checkpoint is not None:
         accelerator.load_state(checkpoint)
         number = int(checkpoint.name.removeprefix("step_"))
@@ -123,7 +129,7 @@ def main() -> None:
     if mode == "measure":
         measure(accelerator, model, optimizer, Path(out))
     else:
-        train(accelerator, model, optimizer, Path(out), int(rest[0]), float(rest[1]))
+        train(accelerator, model, optimizer, Path(out), int(rest[0]), float(rest[1]), *rest[2:])
 
 
 if __name__ == "__main__":

@@ -137,5 +137,6 @@ def test_plan_copies_only_listed_settings_from_the_spec() -> None:
         "wrap.ignored_modules",
         "checkpoint.asynchronous",
         "checkpoint.save_on_signal",
+        "checkpoint.storage",
         "checkpoint.verify",
     }

@@ -14,7 +14,7 @@ from hf_fsdp_plugin.checkpoint.formats.boxes import Box, flat_range, row_major, 
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredPiece, StoredTensor
 from hf_fsdp_plugin.checkpoint.io import InputFiles
 from hf_fsdp_plugin.checkpoint.reading import resharding
-from hf_fsdp_plugin.checkpoint.shards import pieces_in
+from hf_fsdp_plugin.checkpoint.saved_state import pieces_in
 from hf_fsdp_plugin.problems import CheckpointError
 
 SHAPE = (7, 6, 5)

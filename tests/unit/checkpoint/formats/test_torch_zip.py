@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import struct
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,18 +14,9 @@ from hf_fsdp_plugin.checkpoint.formats.torch_files import TensorZips, TorchZip
 from hf_fsdp_plugin.problems import CheckpointError
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
 def read(path: Path) -> TorchZip:
-    with opened(path) as descriptor:
-        zipped = TorchZip(descriptor, 0, path.stat().st_size, path)
+    with path.open("rb") as file:
+        zipped = TorchZip(file, 0, path.stat().st_size, path)
         zipped.value()
         return zipped
 
@@ -48,12 +37,12 @@ def test_equal_headers_are_parsed_once(tmp_path: Path) -> None:
             torch.save(tensor, file)
     ends = [*starts[1:], path.stat().st_size]
     zips = TensorZips()
-    with opened(path) as descriptor:
-        found = [zips.read(descriptor, start, end - start, path) for start, end in zip(starts, ends, strict=True)]
+    with path.open("rb") as file:
+        found = [zips.read(file, start, end - start, path) for start, end in zip(starts, ends, strict=True)]
         assert [tensor.shape for tensor, _ in found] == [tuple(tensor.shape) for tensor in tensors]
         for (tensor, offset), expected in zip(found, tensors, strict=True):
             assert tensor.dtype == str(expected.dtype).removeprefix("torch.")
-            raw = os.pread(descriptor, expected.nbytes, offset)
+            raw = os.pread(file.fileno(), expected.nbytes, offset)
             assert raw == expected.numpy().tobytes()
 
 
@@ -70,9 +59,9 @@ def test_records_beyond_4_gib_are_found(tmp_path: Path) -> None:
                 made.fp.seek(size - 4, os.SEEK_CUR)
                 record._file_size = size
                 record._compress_size = size
-    with opened(path) as descriptor:
-        zipped = TorchZip(descriptor, 0, path.stat().st_size, path)
-        assert os.pread(descriptor, 4, zipped.offset("data/1")) == b"head"
+    with path.open("rb") as file:
+        zipped = TorchZip(file, 0, path.stat().st_size, path)
+        assert os.pread(file.fileno(), 4, zipped.offset("data/1")) == b"head"
         assert zipped.offset("data/1") > 1 << 32
 
 

@@ -12,7 +12,7 @@ from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredPiece, Stored
 from hf_fsdp_plugin.checkpoint.io import InputFiles
 from hf_fsdp_plugin.checkpoint.reading import resharding as filling
 from hf_fsdp_plugin.checkpoint.reading.resharding import execute_transfers, plan_transfers
-from hf_fsdp_plugin.checkpoint.shards import Piece
+from hf_fsdp_plugin.checkpoint.saved_state import Piece
 from hf_fsdp_plugin.problems import CheckpointError
 
 SHAPE = (6, 5, 4)

@@ -20,7 +20,7 @@ from torch import nn
 from hf_fsdp_plugin.checkpoint.checking.inspection import why_incomplete
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.reading.resharding import load_model
-from hf_fsdp_plugin.checkpoint.shards import optimizer_shards
+from hf_fsdp_plugin.checkpoint.saved_state import optimizer_shards
 from hf_fsdp_plugin.checkpoint.writing import manager as saves
 from hf_fsdp_plugin.checkpoint.writing.file_parts import PartWriter
 from hf_fsdp_plugin.checkpoint.writing.manager import CheckpointManager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_fsdp_plugin.checkpoint.shards import replica_of_ranks
+from hf_fsdp_plugin.checkpoint.saved_state import replica_of_ranks
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Returns this rank's shards of a model and an optimizer, and selects the shards that it writes. No communication.
+"""What is saved of a model and an optimizer: this rank's shards, and which of them it writes. No communication.
 
 torch's ``get_model_state_dict`` gathers every FSDP1 parameter and shards it again along dim 0. This module needs no
 gather: an FSDP1 shard is a contiguous range of each flattened parameter, and such a range consists of a few boxes of
