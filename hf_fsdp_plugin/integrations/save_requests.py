@@ -122,9 +122,12 @@ class SaveRequests:
         if due is None:
             return
         manager().wait()
+        outcome = f"was complete {time.time() - due.time:.1f} s later"
+        if manager().has_lost_save:
+            outcome = "was not stored, as the warning says"
         then = "the training stops" if due.ends else "the training goes on"
         then = f"the ranks exit with code {due.exit_code}" if due.exit_code else then
-        print_once(f"{due.text}: {saved} was complete {time.time() - due.time:.1f} s later; {then}")
+        print_once(f"{due.text}: {saved} {outcome}; {then}")
         with suppress(OSError):
             if self._file is not None:
                 self._file.unlink()  # so that it can be created again

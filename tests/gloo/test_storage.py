@@ -81,6 +81,20 @@ def test_training_goes_on_without_the_storage(
     assert any("FSDP-W428" in line and "checkpoint-4" in line for line in found[0]["messages"])
 
 
+def test_request_that_is_not_stored_says_so(
+    two_ranks: Ranks, store: dict[str, str], faults: Faults, tmp_path: Path
+) -> None:
+    faults.choose = lambda method, path: "refused" if method in ("PUT", "POST") and "/checkpoint-" in path else ""
+    options = {**settings(2, f"s3://{BUCKET}/asked"), "save_strategy": "no"}
+    try:
+        found = two_ranks.run(train_with_faults, str(tmp_path), store, ask_at=1, **options)
+    finally:
+        faults.choose = lambda method, path: ""
+    assert len(found[0]["losses"]) == 6 and complete(store, "asked") == []
+    [text] = [line for line in found[0]["messages"] if "save_now" in line]
+    assert "was not stored, as the warning says; the training goes on" in text
+
+
 def test_trainer_with_own_paths_is_reported(two_ranks: Ranks, store: dict[str, str], tmp_path: Path) -> None:
     options = {**settings(2, f"s3://{BUCKET}/own"), "trainer_class": OwnPaths}
     found = two_ranks.run(train_with_faults, str(tmp_path), store, shared=True, **options)

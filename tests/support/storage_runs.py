@@ -26,9 +26,14 @@ def settings(version: int, storage: str, **more: Any) -> dict[str, Any]:
 
 
 class Start(TrainerCallback):
-    """Records the step at which training begins."""
+    """Records the step at which training begins, and asks for a checkpoint after a step."""
 
-    step = 0
+    def __init__(self, ask_at: int = 0) -> None:
+        self.step, self.ask_at = 0, ask_at
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.ask_at:
+            Path(args.output_dir, "save_now").touch()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.step = state.global_step
@@ -60,10 +65,11 @@ def train(
     *,
     resume: bool | str | None = None,
     shared: bool = False,
+    ask_at: int = 0,
     **arguments: Any,
 ) -> dict[str, Any]:
     """Train with a folder for each rank, as on machines without a common file system."""
-    folder, start = output_dir if shared else f"{output_dir}/machine{dist.get_rank()}", Start()
+    folder, start = output_dir if shared else f"{output_dir}/machine{dist.get_rank()}", Start(ask_at)
     options = {"save_strategy": "steps", "save_steps": 2, "callbacks": [start], **arguments}
     with patch.dict(os.environ, variables):
         trainer = make_trainer(folder, **options)

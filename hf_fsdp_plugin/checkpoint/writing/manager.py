@@ -68,6 +68,7 @@ class CheckpointManager:
         saved_kinds: model -> state dict types of all checkpoints with an optimizer of it.
         saved_asynchronously: model -> whether its last checkpoint was written in the background.
         storage_url: URL of the storage to which the last checkpoint was saved; ``None`` for a folder.
+        has_lost_save: whether the last save in the background ended without a checkpoint (FSDP-W428).
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class CheckpointManager:
         self.saved_kinds: WeakKeyDictionary[nn.Module, set[StateDictKind]] = WeakKeyDictionary()
         self.saved_asynchronously: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
         self.storage_url: str | None = None
+        self.has_lost_save = False
         self._open: Save | None = None
         self.buffers = file_parts.StagingBuffers()
         self._has_warned = False
@@ -282,6 +284,7 @@ class CheckpointManager:
             done = self.save_in_flight is None or self.save_in_flight.poll(self._cpu_group())
         finally:
             if done:
+                self.has_lost_save = self.save_in_flight is not None and self.save_in_flight.has_failed
                 self._retire()
         return done
 
@@ -327,6 +330,7 @@ class Save:
         asynchronous: whether it is written in the background. If not all ranks have the memory for a copy, the rest of
             an asynchronous save is written at once, and only the commit is in the background.
         world_size: number of ranks that write.
+        has_failed: whether :meth:`poll` has found that a rank could not write its part.
     """
 
     def __init__(self, staging: StagingFolder, manager: CheckpointManager, *, asynchronous: bool) -> None:
@@ -342,7 +346,7 @@ class Save:
         self._entries: list[FolderEntries] = []
         self._staged: list[tuple[list[file_parts.FilePart], torch.Tensor, Callable[[], None]]] = []
         self._thread: threading.Thread | None = None
-        self._record_written = False
+        self._record_written = self.has_failed = False
         self._error: Exception | None = None
 
     def write(self, files: StateFiles) -> None:
@@ -417,6 +421,7 @@ class Save:
         dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=group)
         failed, writing = (bool(flag) for flag in seen)
         if failed:
+            self.has_failed = True
             self.staging.abandoned.set()
             self._thread.join()
             try:

@@ -13,7 +13,7 @@ import argparse
 from dataclasses import fields
 from pathlib import Path
 
-from hf_fsdp_plugin.checkpoint.storage import folder_of
+from hf_fsdp_plugin.checkpoint.storage import folder_of, url_of
 from hf_fsdp_plugin.cli.output import print_result
 from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem, UsageError
 from hf_fsdp_plugin.text import SHORT_DTYPES, format_bytes, plural, printable
@@ -69,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
 
 def write(args: argparse.Namespace, checkpoint: Path, out: Path, options: MergeOptions) -> int:
     """Merge with these options, for this verb and for ``convert``. Returns what :func:`run` does."""
+    if options.delete_input and (url := url_of(str(checkpoint))) is not None:
+        raise UsageError(f"--delete-input deletes files of a folder. Delete {url} with the tools of its storage.")
     try:
         with ProgressBars() as progress:
             merged = merge(checkpoint, out, options, progress)

@@ -60,6 +60,8 @@ def test_tools_read_a_stored_checkpoint(url: str, tmp_path: Path, capsys: pytest
     assert main(["inspect", url]) == 0
     assert "checkpoint-20" in capsys.readouterr().out
     assert main(["verify", f"{url}/checkpoint-20"]) == 0
+    assert main(["merge", f"{url}/checkpoint-20", str(tmp_path / "merged"), "--delete-input"]) == 2
+    assert f"Delete {url}/checkpoint-20 with the tools of its storage" in capsys.readouterr().err
     assert main(["merge", f"{url}/checkpoint-20", str(tmp_path / "merged")]) == 0
     assert main(["export", url, str(tmp_path / "exported")]) == 0
     assert main(["merge", str(checkpoint), str(tmp_path / "expected")]) == 0
