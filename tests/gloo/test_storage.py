@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.matrices import slow
 from tests.support.object_store import BUCKET, Faults, object_store, objects
 from tests.support.ranks import Ranks
 from tests.support.storage_runs import OwnPaths, loop, settings, train, train_best, train_with_faults
@@ -68,7 +69,7 @@ def test_loop_saves_and_loads(two_ranks: Ranks, store: dict[str, str], tmp_path:
     assert complete(store, f"loop{version}") == ["checkpoint_1", "checkpoint_2"]
 
 
-@pytest.mark.parametrize("fault", ["throttled", "refused", "lost"])
+@pytest.mark.parametrize("fault", ["lost", slow("throttled"), slow("refused")])
 def test_training_goes_on_without_the_storage(
     two_ranks: Ranks, store: dict[str, str], faults: Faults, tmp_path: Path, fault: str
 ) -> None:

@@ -33,6 +33,7 @@ class Start(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == self.ask_at:
+            Path(args.output_dir).mkdir(parents=True, exist_ok=True)
             Path(args.output_dir, "save_now").touch()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
