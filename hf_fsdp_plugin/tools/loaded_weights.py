@@ -103,16 +103,21 @@ def loaded_groups(stored: StoredModel, model: Any) -> list[LoadedGroup]:
             groups.append(LoadedGroup((name,), {target: replace(stored.tensors[name], name=target)}))
         else:
             converted.setdefault(target, []).append((name, pattern))
-    for target, sources in converted.items():
-        groups.append(_converted(stored, model, target, sources))
-    return groups
+    rules = _converters(model) if converted else []
+    return [*groups, *(_converted(stored, model, rules, target, sources) for target, sources in converted.items())]
 
 
-def _converted(stored: StoredModel, model: Any, target: str, sources: list[tuple[str, str]]) -> LoadedGroup:
-    """Return the parameters that a conversion of Transformers computes from ``sources``: names and patterns."""
+def _converters(model: Any) -> list[Any]:
+    """Return Transformers' rules that compute a parameter from several stored tensors."""
     from transformers.core_model_loading import WeightConverter
 
-    rules = [entry for entry in _mapping(model) if isinstance(entry, WeightConverter)]
+    return [entry for entry in _mapping(model) if isinstance(entry, WeightConverter)]
+
+
+def _converted(
+    stored: StoredModel, model: Any, rules: list[Any], target: str, sources: list[tuple[str, str]]
+) -> LoadedGroup:
+    """Return the parameters that one of the rules computes from ``sources``: names and patterns."""
     rule = next(entry for entry in rules if sources[0][1] in entry.source_patterns)
 
     def convert(read: Callable[[StoredTensor], torch.Tensor]) -> dict[str, torch.Tensor]:

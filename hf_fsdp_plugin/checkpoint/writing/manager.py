@@ -47,7 +47,7 @@ from hf_fsdp_plugin.text import format_memory
 _USABLE = 0.9
 """Part of the available memory of a machine for copies of asynchronous saves. Training needs memory, too."""
 POLL_INTERVAL = 0.02
-"""Seconds between checks for the records of other ranks."""
+"""Seconds between polls of a save that the caller waits for. ``StagingFolder.poll_interval`` is the one of records."""
 _POLL_COST = 1e-4
 """Seconds for each rank between reads of the folder of the records, which has a file for each rank."""
 _EXIT_TIMEOUT = 600.0
