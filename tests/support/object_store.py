@@ -24,21 +24,25 @@ class Faults:
     Attributes:
         choose: method and path of a request -> ``throttled``, ``refused``, ``failed``, ``slow``, ``lost`` (the answer
             is that of a success, but nothing is stored), or an empty text.
+        count: requests with a fault since the last call of :meth:`randomly`.
     """
 
     def __init__(self) -> None:
         self.choose: Callable[[str, str], str] = lambda method, path: ""
+        self.count = 0
 
-    def randomly(self, seed: int, share: float) -> None:
-        """Choose any of the faults for a share of the requests."""
+    def randomly(self, fault: str, seed: int, share: float) -> None:
+        """Choose a fault for a share of the requests. Only writes are ``lost``."""
         draw, lock = random.Random(seed), threading.Lock()
 
         def choose(method: str, path: str) -> str:
             with lock:
-                fault = draw.choice(["throttled", "failed", "slow", "refused", "lost"])
-                return fault if draw.random() < share else ""
+                if draw.random() >= share or (fault == "lost" and method != "PUT"):
+                    return ""
+                self.count += 1
+                return fault
 
-        self.choose = choose
+        self.choose, self.count = choose, 0
 
 
 def _with_faults(application: Any, faults: Faults) -> Any:
