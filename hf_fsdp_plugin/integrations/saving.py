@@ -7,11 +7,12 @@ of the modules, which then return them from the whole state. All ranks gather th
 
 from __future__ import annotations
 
+import datetime
 import inspect
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -22,14 +23,18 @@ from torch import nn
 
 from hf_fsdp_plugin.backends.ranks.agreement import collective_call, gather_objects, on_all_ranks
 from hf_fsdp_plugin.backends.sharding.shard import ModuleLocation, locate_module
+from hf_fsdp_plugin.checkpoint.checking.inspection import by_number, numbered_checkpoints
+from hf_fsdp_plugin.checkpoint.folders import remove_checkpoint
 from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest
-from hf_fsdp_plugin.checkpoint.names import HF_MODEL
+from hf_fsdp_plugin.checkpoint.io import object_in
+from hf_fsdp_plugin.checkpoint.names import HF_MODEL, MANIFEST_NAME
 from hf_fsdp_plugin.checkpoint.saved_state import ModelShards, model_shards, shards_below
 from hf_fsdp_plugin.checkpoint.writing.manager import CheckpointManager
 from hf_fsdp_plugin.checkpoint.writing.state_files import gathered_state, manifest_of
 from hf_fsdp_plugin.integrations.session import attributes_in_block, session
 from hf_fsdp_plugin.observe.first_step import warn_added
 from hf_fsdp_plugin.plan.names import below, unwrapped
+from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.state import process
 
 _HF_WEIGHTS: Final = re.compile(rf"{HF_MODEL}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?")
@@ -61,6 +66,40 @@ def remove_stale_weights(folder: Path) -> None:
     for path in folder.glob(f"{HF_MODEL}*"):
         if _HF_WEIGHTS.fullmatch(path.name) and path.name not in new:
             path.unlink()
+
+
+def remove_oldest(newest: Path, prefix: str, limit: int | None, storage: str, best: str | None = None) -> None:
+    """Delete the checkpoints of a run that were saved first, each one atomically. Called by rank 0 after a commit.
+
+    An interrupted deletion would leave a partial folder with a new date, and folders with newer dates are kept longer.
+
+    Args:
+        newest: path of the checkpoint that was saved; it and ``best`` are kept.
+        limit: number of checkpoints that are kept; all of them for ``None`` or 0.
+        storage: URL of the storage with the checkpoints; empty for the folder of ``newest``.
+    """
+    if limit is None or limit <= 0:
+        return
+    protected = {newest.name} | ({Path(best).name} if best is not None else set())
+    stored = manager().use_storage(storage)[0] if storage else None
+    with suppress(CheckpointError) if stored is not None else nullcontext():  # the next save removes them
+        if stored is not None:
+            times = {name: str(marker.get("created")) for name, marker in stored.checkpoints().items()}
+        else:
+            times = {path.name: _time_of_save(path) for path in numbered_checkpoints(newest.parent, prefix)}
+        # Not sorted by number first, because a new run in the folder of an older run has lower numbers.
+        names = by_number(times, prefix)[::-1]
+        names.sort(key=times.__getitem__)
+        num_to_remove = max(len(names) - max(limit, len(protected)), 0)
+        for name in [name for name in names if name not in protected][:num_to_remove]:
+            remove_checkpoint(newest.with_name(name)) if stored is None else stored.remove(name)
+
+
+def _time_of_save(checkpoint: Path) -> str:
+    """Return when a checkpoint was saved. The times of its files, which a copy changes, are used without a manifest."""
+    created = object_in(checkpoint / MANIFEST_NAME).get("created")
+    modified = datetime.datetime.fromtimestamp(checkpoint.stat().st_mtime, datetime.UTC)
+    return created if isinstance(created, str) else modified.isoformat(timespec="seconds")
 
 
 class GatheredModels:

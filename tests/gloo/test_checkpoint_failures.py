@@ -23,9 +23,8 @@ from transformers import TrainerCallback
 
 from hf_fsdp_plugin.checkpoint.checking.inspection import why_incomplete
 from hf_fsdp_plugin.checkpoint.writing.file_parts import PartWriter
-from hf_fsdp_plugin.integrations.accelerate import checkpoints as accelerate_checkpoints
+from hf_fsdp_plugin.integrations import saving
 from hf_fsdp_plugin.integrations.saving import manager
-from hf_fsdp_plugin.integrations.transformers import checkpoints as trainer_checkpoints
 from hf_fsdp_plugin.tools.verify.verification import verify
 from scripts.bench.ranks import forked as forked_ranks
 from tests.support.checkpoint_accelerate_runs import trained_loop
@@ -351,8 +350,8 @@ def test_failed_save_is_raised_once(two_ranks: Ranks, tmp_path: Path, asynchrono
 
 
 @contextlib.contextmanager
-def _watched(module: Any, run: Path) -> Iterator[list[tuple[list[str], list[str]]]]:
-    original, seen = module.remove_checkpoint, []
+def _watched(run: Path) -> Iterator[list[tuple[list[str], list[str]]]]:
+    original, seen = saving.remove_checkpoint, []
 
     def complete() -> list[str]:
         return [path.name for path in sorted(run.glob("checkpoint*")) if why_incomplete(path) is None]
@@ -362,16 +361,16 @@ def _watched(module: Any, run: Path) -> Iterator[list[tuple[list[str], list[str]
         original(path)
         seen.append((before, complete()))
 
-    module.remove_checkpoint = remove
+    saving.remove_checkpoint = remove
     try:
         yield seen
     finally:
-        module.remove_checkpoint = original
+        saving.remove_checkpoint = original
 
 
 def watch_removals(output_dir: str, **arguments: Any) -> list[tuple[list[str], list[str]]]:
     """Return the complete checkpoints before and after each removal of an old one, on rank 0."""
-    with _watched(trainer_checkpoints, Path(output_dir)) as seen:
+    with _watched(Path(output_dir)) as seen:
         make_trainer(
             output_dir, save_strategy="steps", save_steps=2, max_steps=6, save_total_limit=1, **arguments
         ).train()
@@ -390,7 +389,7 @@ def watch_accelerates_removals(folder: str, asynchronous: bool) -> list[tuple[li
     """The same for checkpoints that Accelerate names."""
     project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=1)
     loop = trained_loop(2, project=project, async_save=asynchronous)
-    with _watched(accelerate_checkpoints, Path(folder) / "checkpoints") as seen:
+    with _watched(Path(folder) / "checkpoints") as seen:
         for _ in range(3):
             loop.accelerator.save_state()
         manager().wait()

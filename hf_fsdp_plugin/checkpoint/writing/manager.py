@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -406,8 +406,7 @@ class Save:
                 raise _OtherRankFailed(self.final, failures)
         self.staging.commit(self.staging.read_records(self.world_size), manifest)
         if after is not None:
-            with suppress(CheckpointError) if not self.staging.is_shared else nullcontext():
-                after()  # of a storage, the next save removes what this one could not
+            after()
 
     def poll(self, group: dist.ProcessGroup | None) -> bool:
         """Return whether all ranks have finished writing. An error of one rank is raised on all ranks.

@@ -18,8 +18,6 @@ from accelerate.utils.modeling import is_peft_model
 from hf_fsdp_plugin.backends.optimizers.parameters import owner_of
 from hf_fsdp_plugin.backends.ranks.agreement import TRAINING_LIMIT, collective_call, on_all_ranks, wait_for_all_ranks
 from hf_fsdp_plugin.backends.sharding.shard import locate_module, plan_of
-from hf_fsdp_plugin.checkpoint.checking.inspection import by_number, numbered_checkpoints
-from hf_fsdp_plugin.checkpoint.folders import remove_checkpoint
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.names import ACCELERATE_PREFIX, ACCELERATE_RUN, custom_state_file
 from hf_fsdp_plugin.checkpoint.reading.optimizer import load_optimizer, schedules_follow_groups
@@ -40,7 +38,7 @@ from hf_fsdp_plugin.integrations.resuming import (
     run_fact,
     warn_differences,
 )
-from hf_fsdp_plugin.integrations.saving import call_name, exporting, manager
+from hf_fsdp_plugin.integrations.saving import call_name, exporting, manager, remove_oldest
 from hf_fsdp_plugin.integrations.session import attributes_in_block, outer_calls
 from hf_fsdp_plugin.observers import mark_phase
 from hf_fsdp_plugin.plan.names import unwrapped
@@ -69,7 +67,8 @@ def save_state(
         return manifest_of(model, plugin.state_dict_kind, step=accelerator.step or None, **facts)
 
     storage = plugin.spec.checkpoint.storage
-    rotate = functools.partial(_remove_oldest, run, project.total_limit, storage) if run is not None else None
+    limit = project.total_limit if run is not None else None
+    rotate = functools.partial(remove_oldest, final, ACCELERATE_PREFIX, limit, storage)
     with manager().saving(final, manifest, asynchronous=asynchronous, storage=storage, after=rotate) as save:
         project.automatic_checkpoint_naming = False
         try:
@@ -98,18 +97,6 @@ def _write_config(model: Any, folder: Path) -> None:
         config.save_pretrained(str(folder))
         if getattr(inner, "generation_config", None) is not None and inner.can_generate():
             inner.generation_config.save_pretrained(str(folder))
-
-
-def _remove_oldest(run: Path, limit: int | None, storage: str) -> None:
-    if not limit:
-        return
-    if storage:
-        stored, _ = manager().use_storage(storage)
-        for name in by_number(stored.checkpoints(), ACCELERATE_PREFIX)[limit:]:
-            stored.remove(name)
-        return
-    for path in numbered_checkpoints(run, ACCELERATE_PREFIX)[limit:]:
-        remove_checkpoint(path)
 
 
 @plugins.if_sharded

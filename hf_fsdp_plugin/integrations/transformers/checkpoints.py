@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import math
 import os
 import tempfile
@@ -19,11 +18,9 @@ from transformers.trainer_utils import has_length
 
 from hf_fsdp_plugin.backends.ranks.agreement import TRAINING_LIMIT, collective_call, on_all_ranks, wait_for_all_ranks
 from hf_fsdp_plugin.backends.sharding.shard import locate_module
-from hf_fsdp_plugin.checkpoint.checking.inspection import by_number, check_trainer_checkpoint, numbered_checkpoints
-from hf_fsdp_plugin.checkpoint.folders import remove_checkpoint
+from hf_fsdp_plugin.checkpoint.checking.inspection import by_number, check_trainer_checkpoint
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, stored_state_dict_type
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
-from hf_fsdp_plugin.checkpoint.io import object_in
 from hf_fsdp_plugin.checkpoint.names import (
     HF_MODEL,
     HF_MODEL_BIN,
@@ -45,7 +42,7 @@ from hf_fsdp_plugin.integrations import peft, resuming
 from hf_fsdp_plugin.integrations.accelerate.checkpoints import load_fsdp_optimizer
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, has_sharded_model, if_planned, if_sharded
 from hf_fsdp_plugin.integrations.samples import batch_facts, kept_accumulation
-from hf_fsdp_plugin.integrations.saving import gathered, manager, remove_stale_weights
+from hf_fsdp_plugin.integrations.saving import gathered, manager, remove_oldest, remove_stale_weights
 from hf_fsdp_plugin.integrations.session import attributes_in_block, current_run, session
 from hf_fsdp_plugin.integrations.transformers import model_files, private
 from hf_fsdp_plugin.messages import print_once
@@ -89,7 +86,11 @@ def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, tri
         fix = "Call super()._save_checkpoint(model, trial) in the class, and add files to its folder before."
         print_once(Problem(code="FSDP-W429", message=message, fix=fix))
         storage = ""
-    rotate = partial(_remove_oldest, trainer, run, final, storage)
+
+    def rotate() -> None:
+        limit, best = trainer.args.save_total_limit, trainer.state.best_model_checkpoint
+        remove_oldest(final, TRAINER_PREFIX, limit, storage, best)
+
     options: dict[str, Any] = {"asynchronous": asynchronous, "linked": is_own, "storage": storage, "after": rotate}
     with manager().saving(final, manifest, **options) as save:
         with nullcontext() if is_own else private.using_run_folder(trainer, save.staging.root):
@@ -108,34 +109,6 @@ def _kind_of_checkpoints(trainer: Any) -> StateDictKind:
         plugin.state_dict_reason = "save_only_model=True writes whole weights, which from_pretrained loads"
         return "full"
     return kind
-
-
-def _remove_oldest(trainer: Any, run: Path, newest: Path, storage: str) -> None:
-    """Delete the oldest checkpoints as the Trainer does, but each one atomically.
-
-    An interrupted deletion would leave a partial folder with a new date, and folders with newer dates are kept longer.
-    """
-    limit, best = trainer.args.save_total_limit, trainer.state.best_model_checkpoint
-    if limit is None or limit <= 0:
-        return
-    protected = {newest.name} | ({Path(best).name} if best is not None else set())
-    # Not sorted by number first, because a new run in the folder of an older run has lower numbers.
-    checkpoints = numbered_checkpoints(run, TRAINER_PREFIX)[::-1]
-    checkpoints.sort(key=_time_of_save)
-    names = [path.name for path in checkpoints]
-    stored = manager().use_storage(storage)[0] if storage else None
-    if stored is not None:
-        names = [name for name in stored.checkpoints() if name.startswith(TRAINER_PREFIX)]
-    num_to_remove = max(len(names) - max(limit, len(protected)), 0)
-    for name in [name for name in names if name not in protected][:num_to_remove]:
-        remove_checkpoint(run / name) if stored is None else stored.remove(name)
-
-
-def _time_of_save(checkpoint: Path) -> str:
-    """Return when a checkpoint was saved. The times of its files, which a copy changes, are used without a manifest."""
-    created = object_in(checkpoint / MANIFEST_NAME).get("created")
-    modified = datetime.datetime.fromtimestamp(checkpoint.stat().st_mtime, datetime.UTC)
-    return created if isinstance(created, str) else modified.isoformat(timespec="seconds")
 
 
 def _batch(trainer: Any) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
 from hf_fsdp_plugin.checkpoint.io import InputFiles
 from hf_fsdp_plugin.checkpoint.storage import Storage, fetched, folder_of
 from hf_fsdp_plugin.cli.main import main
+from hf_fsdp_plugin.integrations.saving import manager, remove_oldest
 from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.state import process
 from tests.support.object_store import BUCKET, Faults, object_store
@@ -104,6 +105,20 @@ def test_checkpoint_exists_when_its_marker_does(url: str, tmp_path: Path) -> Non
     with pytest.raises(CheckpointError) as error:
         fetched(f"{url}/checkpoint-10")
     assert codes(error) == ["FSDP-E450"]
+
+
+def test_oldest_checkpoints_of_the_run_are_removed(url: str, tmp_path: Path) -> None:
+    checkpoint, best = local_checkpoint(tmp_path / "a"), str(tmp_path / "checkpoint-8")
+    for created, name in enumerate(("checkpoint-best", "checkpoint-8", "checkpoint-10", "checkpoint-2")):
+        storage = put(url, name, checkpoint, created=str(created))
+    with patch.object(manager(), "_storage", (storage, "token")):
+        remove_oldest(tmp_path / "checkpoint-2", "checkpoint-", None, url)
+        remove_oldest(tmp_path / "checkpoint-2", "checkpoint-", 2, url, best)
+        assert [*storage.checkpoints()] == ["checkpoint-best", "checkpoint-8", "checkpoint-2"]
+        remove_oldest(tmp_path / "checkpoint-2", "checkpoint-", 1, url)
+        assert [*storage.checkpoints()] == ["checkpoint-best", "checkpoint-2"]
+        with patch.object(storage, "checkpoints", side_effect=CheckpointError([])):
+            remove_oldest(tmp_path / "checkpoint-2", "checkpoint-", 1, url)  # the next save removes what is left
 
 
 def test_lost_file_is_refused(url: str, tmp_path: Path) -> None:
