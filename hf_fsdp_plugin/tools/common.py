@@ -38,11 +38,15 @@ def check_needs(args: argparse.Namespace, needs: Mapping[str, Sequence[str]]) ->
             raise UsageError(f"{args.given[name]} needs {flags}.")
 
 
-def check_folder(folder: Path) -> None:
-    """Raise ``UsageError`` if the folder of a checkpoint does not exist."""
+def check_folder(given: str | Path) -> Path:
+    """Return the folder of a path, or the one that stands for a URL. Raises ``UsageError`` if it does not exist."""
+    from hf_fsdp_plugin.checkpoint.storage import folder_of  # other verbs read no checkpoints
+
+    folder = folder_of(str(given))
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"
         raise UsageError(f"{folder} {what}. Give the folder of a checkpoint.")
+    return folder
 
 
 def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:

@@ -18,7 +18,6 @@ from hf_fsdp_plugin.checkpoint.checking.inspection import first_complete, number
 from hf_fsdp_plugin.checkpoint.errors import refuse
 from hf_fsdp_plugin.checkpoint.io import object_in
 from hf_fsdp_plugin.checkpoint.names import PREFIXES, TRAINER_STATE
-from hf_fsdp_plugin.checkpoint.storage import folder_of
 from hf_fsdp_plugin.text import printable
 from hf_fsdp_plugin.tools.common import check_folder
 from hf_fsdp_plugin.tools.merge import verb as merge
@@ -26,14 +25,14 @@ from hf_fsdp_plugin.tools.merge import verb as merge
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "output folder of a Trainer, or folder of Accelerate's checkpoints"
-    parser.add_argument("run", type=folder_of, metavar="RUN", help=about)
+    parser.add_argument("run", metavar="RUN", help=about)
     merge.add_options(parser)
     parser.add_argument("--best", action="store_true", help="export the best checkpoint by the Trainer's metric")
 
 
 def run(args: argparse.Namespace) -> int:
     """Merge the checkpoint. Returns 0 if the output folder is complete, 1 otherwise, 2 if RUN does not exist."""
-    check_folder(args.run)
+    args.run = check_folder(args.run)
     args.checkpoint = find_checkpoint(args.run, best=args.best)
     return merge.run(args)
 

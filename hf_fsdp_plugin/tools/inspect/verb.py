@@ -18,7 +18,6 @@ from typing import Any
 
 from hf_fsdp_plugin import text
 from hf_fsdp_plugin.checkpoint.checking.inspection import why_incomplete
-from hf_fsdp_plugin.checkpoint.storage import folder_of
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, print_json, print_problems, print_result, text_width
 from hf_fsdp_plugin.problems import CheckpointError, UsageError
 from hf_fsdp_plugin.tools.common import check_folder
@@ -31,14 +30,14 @@ _WIDTH = 112
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "a checkpoint of any kind, a Hugging Face folder, or a folder of checkpoints"
-    parser.add_argument("checkpoint", type=folder_of, help=about)
+    parser.add_argument("checkpoint", help=about)
     parser.add_argument("--parameters", action="store_true", help="list every parameter")
     parser.add_argument("--optimizer", action="store_true", help="list the optimizer's groups and state")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the summary. Return 0 for a complete checkpoint, 1 if there is none, 2 if the folder does not exist."""
-    check_folder(args.checkpoint)
+    args.checkpoint = check_folder(args.checkpoint)
     paths = checkpoints_of_run(args.checkpoint)
     try:
         summary = summarize(args.checkpoint)

@@ -13,7 +13,7 @@ import argparse
 from dataclasses import fields
 from pathlib import Path
 
-from hf_fsdp_plugin.checkpoint.storage import folder_of, url_of
+from hf_fsdp_plugin.checkpoint.storage import url_of
 from hf_fsdp_plugin.cli.output import print_result
 from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem, UsageError
 from hf_fsdp_plugin.text import SHORT_DTYPES, format_bytes, plural, printable
@@ -25,9 +25,7 @@ DTYPES = {name: of_torch for of_torch, name in SHORT_DTYPES.items()}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "checkpoint", type=folder_of, metavar="CKPT", help="the folder of a checkpoint, or of its model"
-    )
+    parser.add_argument("checkpoint", metavar="CKPT", help="the folder of a checkpoint, or of its model")
     add_options(parser)
 
 
@@ -56,7 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Merge. Return 0 if OUT is complete and every option was applied, 1 otherwise, 2 if CKPT does not exist."""
-    check_folder(args.checkpoint)
+    args.checkpoint = check_folder(args.checkpoint)
     if args.delete_input and not args.verify_input:
         raise UsageError("--no-verify conflicts with --delete-input. Keep one of them.")
     if args.fold_adapter is not None:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
-from hf_fsdp_plugin.checkpoint.storage import folder_of
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, colored, print_json, print_problems
 from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.text import plural, printable
@@ -25,14 +24,14 @@ from hf_fsdp_plugin.tools.verify.verification import Verdict, verify
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "a checkpoint of any kind, a Hugging Face folder, or a run: all of its checkpoints"
-    parser.add_argument("checkpoint", type=folder_of, help=about)
+    parser.add_argument("checkpoint", help=about)
     about = "skip the comparison with the model of config.json, which may need torch"
     parser.add_argument("--no-config-check", action="store_true", help=about)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the result. Returns 0 if nothing is damaged, 1 for damage, 2 if the folder does not exist."""
-    check_folder(args.checkpoint)
+    args.checkpoint = check_folder(args.checkpoint)
     found = _checkpoints_of_run(args.checkpoint)
     verdicts = []
     for checkpoint in found or [args.checkpoint]:

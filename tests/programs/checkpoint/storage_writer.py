@@ -1,4 +1,4 @@
-"""Saves checkpoints to a storage until it is killed: ``python -m tests.programs.checkpoint.storage_writer URL SEED``.
+"""Saves two checkpoints to a storage: ``python -m tests.programs.checkpoint.storage_writer URL SEED``.
 
 Prints ``begun NAME``, ``complete NAME`` and ``failed NAME``.
 """
@@ -39,7 +39,7 @@ def main() -> None:
     url, seed = sys.argv[1], int(sys.argv[2])
     draw = random.Random(seed)
     storage = Storage(url)
-    for number in range(3):
+    for number in range(2):
         name = f"checkpoint-{draw.randrange(1, 5)}"  # some are saved again
         print("begun", name, flush=True)
         try:

@@ -150,12 +150,14 @@ def test_unusable_storage_is_refused(url: str, code: str) -> None:
     assert codes(error) == [code]
 
 
-def test_missing_credentials_are_refused(tmp_path: Path) -> None:
+def test_missing_credentials_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     none = str(tmp_path / "none")
     variables = {"AWS_CONFIG_FILE": none, "AWS_SHARED_CREDENTIALS_FILE": none, "AWS_EC2_METADATA_DISABLED": "true"}
     with patch.dict(os.environ, variables), pytest.raises(CheckpointError) as error:
+        assert main(["inspect", f"s3://{BUCKET}/run/checkpoint-20"]) == 1
         Storage(f"s3://{BUCKET}/run").claim("token")
     assert codes(error) == ["FSDP-E419"] and "redentials" in str(error.value)
+    assert "FSDP-E419" in capsys.readouterr().err
 
 
 def test_wrong_answers_are_errors(tmp_path: Path) -> None:
