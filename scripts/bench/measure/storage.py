@@ -7,7 +7,7 @@ blocks before and after the save. The store runs on the same cores, at the lowes
 machines. What it takes is a part of the ratio of the step times, but not of the CPU time of the upload processes and of
 the ranks, which is measured besides.
 
-    python -m scripts.bench storage               (six minutes on 2 cores; writes docs/results/storage.json)
+    python -m scripts.bench --only storage        (three minutes on 2 cores; writes docs/results/storage.json)
 """
 
 from __future__ import annotations
@@ -147,6 +147,8 @@ def measure(args: argparse.Namespace) -> None:
         num_params = sum(parameter.numel() for parameter in make_model(args).parameters())
         result = {
             "model": f"Llama, {args.layers} layers, hidden {args.hidden}, {num_params / 1e6:.1f} M parameters, fp32",
+            "command": f"python -m scripts.bench storage --saves {args.saves} --layers {args.layers} "
+            f"--hidden {args.hidden} --length {args.length} --block {args.block}",
             "ranks": 2,
             "saves": args.saves,
             "checkpoint_bytes": sum(Storage(URL).sizes(name).values()),
