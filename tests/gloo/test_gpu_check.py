@@ -127,7 +127,7 @@ def run_program(out: Path, *arguments: str, environ: dict[str, str] | None = Non
     """Run the script that users start, and return check -> the row of its first case."""
     command = ["bash", str(ROOT / "scripts" / "gpu_check.sh"), "--out", str(out), *arguments]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=900, check=False, env={**os.environ, **(environ or {})}
+        command, capture_output=True, text=True, timeout=1800, check=False, env={**os.environ, **(environ or {})}
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     rows: dict[str, Any] = {}
@@ -147,7 +147,7 @@ def check_rows(rows: dict[str, Any], expected: tuple[str, ...]) -> None:
 
 
 @pytest.mark.cpu_ranks("the next test runs the program on devices")
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 def test_program_passes_on_cpu_ranks(tmp_path: Path) -> None:
     one, two = ("|".join(name for name in ON_CPU if (name in ON_ONE_RANK) == is_one) for is_one in (True, False))
     # Of the modes of a layer, the one without and the one with all that a mode adds.
@@ -163,7 +163,7 @@ def test_program_passes_on_cpu_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.cpu_ranks("runs once, on devices of its own")
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 def test_program_passes_on_simulated_devices(tmp_path: Path) -> None:
     if reason := available():
         pytest.skip(f"no simulated accelerator: {reason}")

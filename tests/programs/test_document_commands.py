@@ -30,7 +30,7 @@ NOT_RUN: dict[str, str] = {
     r"hf-fsdp plan fp8\.yaml": "needs torchao",
     r"hf-fsdp convert run/checkpoint-": "needs a checkpoint of DeepSpeed: tests/unit/cli/test_convert.py",
     r"hf-fsdp merge run/checkpoint-3-fsdp ": "needs a checkpoint of DeepSpeed: tests/gloo/test_deepspeed.py",
-    r"hf-fsdp merge lora": "needs an adapter: tests/programs/merge/test_fold_adapter.py",
+    r"hf-fsdp merge (lora|.*--fold-adapter)": "needs an adapter: tests/programs/merge/test_fold_adapter.py",
     r"hf-fsdp (convert llama|merge llama-fsdp)": "needs weights: tests/programs/checkpoint/test_convert_model.py",
     r"hf-fsdp check .*--run": RANKS,
     r"(\S*/)?torchrun ": RANKS,

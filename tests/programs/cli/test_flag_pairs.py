@@ -131,8 +131,12 @@ CHECKPOINT_FLAGS = {
     "merge": ["--dtype bf16", "--max-shard-size 100", "--verify", "--delete-input", "--json"],
     "export": ["--dtype bf16", "--max-shard-size 100", "--verify", "--delete-input", "--json", "--best"],
 }
-SINGLE = {"--config", "--model-number", "--force", "--no-verify", "--no-config-check", "--verify"}
-"""Flags of other inputs, and those whose effect is not in the result for an undamaged checkpoint."""
+SINGLE = {
+    "--config", "--model-number", "--force", "--no-verify", "--no-config-check", "--verify",
+    "--fold-adapter",
+}  # fmt: skip
+"""Flags of other inputs (an adapter: tests/programs/merge/test_fold_adapter.py), and those whose effect is not in the
+result for an undamaged checkpoint."""
 
 
 @pytest.mark.parametrize("verb", CHECKPOINT_FLAGS)
