@@ -33,8 +33,8 @@ from hf_fsdp_plugin.cli.output import (
 from hf_fsdp_plugin.launcher.flags import Parser, add_override_flag, add_setting_flags
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError, UsageError
 from hf_fsdp_plugin.sources.command_line import parse_flags
+from hf_fsdp_plugin.sources.config_tree import ConfigFile
 from hf_fsdp_plugin.sources.interface import Sources
-from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.text import format_bytes, format_value, plural, printable

@@ -17,10 +17,10 @@ from typing import Any
 
 from hf_fsdp_plugin.checkpoint.checking.inspection import checkpoint_of, why_incomplete
 from hf_fsdp_plugin.checkpoint.errors import file_problems_inside, problem, raise_if_any, refuse
+from hf_fsdp_plugin.checkpoint.file_io import read_file, sync, write_atomically
 from hf_fsdp_plugin.checkpoint.folders import put_in_place
 from hf_fsdp_plugin.checkpoint.formats.safetensors import SafetensorsFile, plan_files
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, StoredTensor, shared_tensors
-from hf_fsdp_plugin.checkpoint.io import read_file, sync, write_atomically
 from hf_fsdp_plugin.checkpoint.names import (
     ADAPTER,
     ADAPTER_CONFIG,

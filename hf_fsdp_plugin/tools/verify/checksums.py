@@ -11,10 +11,11 @@ from pathlib import Path
 
 from hf_fsdp_plugin.checkpoint.checking.verify import REPLACE_FILE, damage_problem
 from hf_fsdp_plugin.checkpoint.errors import problem
+from hf_fsdp_plugin.checkpoint.file_io import open_for_reading, read_file, read_range
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange
 from hf_fsdp_plugin.checkpoint.formats.pickles import read_pickle
 from hf_fsdp_plugin.checkpoint.formats.torch_files import FileSlice, compare_checksums
-from hf_fsdp_plugin.checkpoint.io import hash_file, open_for_reading, read_file, read_range
+from hf_fsdp_plugin.checkpoint.hashes import hash_file
 from hf_fsdp_plugin.checkpoint.names import DCP_METADATA
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.tools.common import Progress

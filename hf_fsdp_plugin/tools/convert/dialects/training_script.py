@@ -14,8 +14,7 @@ from typing import Any, Final
 
 import yaml
 
-from hf_fsdp_plugin.sources.interface import FSDP_SCOPES
-from hf_fsdp_plugin.sources.tree import (
+from hf_fsdp_plugin.sources.config_tree import (
     ConfigEntry,
     ConfigFile,
     ConfigFileError,
@@ -24,6 +23,7 @@ from hf_fsdp_plugin.sources.tree import (
     from_python,
     parse_text,
 )
+from hf_fsdp_plugin.sources.interface import FSDP_SCOPES
 from hf_fsdp_plugin.tools.convert.dialects.interface import (
     ConfigDialect,
     DialectDocument,
