@@ -59,8 +59,8 @@ def save_stall(case: Case) -> Case:
     text = (
         f"{num_bytes / 1e9:.1f} GB: training pauses {found['first_stall_seconds']:.2f} s, then {stall:.2f} s; "
         f"the next step takes {found['second_next_step_seconds']:.2f} s (usually {found['step_seconds']:.2f} s); "
-        f"written after {whole:.1f} s ({num_bytes / whole / 1e9:.2f} GB/s); synchronous {found['synchronous_seconds']:.1f} s, "
-        f"stock Accelerate {found['stock_seconds']:.1f} s"
+        f"written after {whole:.1f} s ({num_bytes / whole / 1e9:.2f} GB/s); synchronous "
+        f"{found['synchronous_seconds']:.1f} s, stock Accelerate {found['stock_seconds']:.1f} s"
     )
     return {"text": text, "checkpoint_bytes": num_bytes, **found}
 
