@@ -25,7 +25,14 @@ from hf_fsdp_plugin.plan.meta_model import meta_model
 from hf_fsdp_plugin.tools.common import Progress
 from hf_fsdp_plugin.tools.convert.checkpoint import ConvertedCheckpoint, manifest_without_files, write_states
 from hf_fsdp_plugin.tools.convert.deepspeed_files import SavedEngine
-from hf_fsdp_plugin.tools.loaded_weights import computed, fp32_names, loaded_groups, read_tensor, why_not_whole
+from hf_fsdp_plugin.tools.loaded_weights import (
+    computed,
+    fp32_names,
+    loaded_groups,
+    read_tensor,
+    why_not_whole,
+    without_root,
+)
 from hf_fsdp_plugin.tools.merge import output
 from hf_fsdp_plugin.tools.verify.comparison import config_problems
 
@@ -62,6 +69,7 @@ def convert_model_folder(
     else:
         with contextlib.redirect_stdout(sys.stderr):  # libraries may print other lines than the result
             model = meta_model(folder)
+            stored = without_root(stored, model.state_dict().keys())
             tensors, fp32 = _as_loaded(stored, model), fp32_names(stored, model, dtype)
     if dtype is not None:
         tensors = {name: _cast(tensor, "float32" if name in fp32 else dtype) for name, tensor in tensors.items()}
