@@ -125,16 +125,11 @@ def loaded_groups(stored: StoredModel, model: Any) -> list[LoadedGroup]:
             groups.append(LoadedGroup((name,), {target: replace(stored.tensors[name], name=target)}))
         else:
             converted.setdefault(target, []).append((name, pattern))
-    rules = _converters(model) if converted else []
-    kept: dict[str, torch.Tensor] = {}
-    return [*groups, *(_converted(stored, model, rules, target, each, kept) for target, each in converted.items())]
-
-
-def _converters(model: Any) -> list[Any]:
-    """Return Transformers' rules that compute a parameter from several stored tensors."""
     from transformers.core_model_loading import WeightConverter
 
-    return [entry for entry in _mapping(model) if isinstance(entry, WeightConverter)]
+    rules = [entry for entry in _mapping(model) if isinstance(entry, WeightConverter)] if converted else []
+    kept: dict[str, torch.Tensor] = {}
+    return [*groups, *(_converted(stored, model, rules, target, each, kept) for target, each in converted.items())]
 
 
 def _converted(

@@ -7,18 +7,16 @@ complete or does not exist. An interrupted merge starts again.
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.checking.inspection import checkpoint_of
 from hf_fsdp_plugin.checkpoint.checking.verify import VerifiedFiles, check_headers, files_of_checkpoint
 from hf_fsdp_plugin.checkpoint.errors import problem, raise_if_any, refuse
-from hf_fsdp_plugin.checkpoint.folders import restore_replaced
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, refuse_deepspeed
 from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest
 from hf_fsdp_plugin.checkpoint.formats.safetensors import index_text
@@ -30,10 +28,8 @@ from hf_fsdp_plugin.text import format_names, plural
 from hf_fsdp_plugin.tools.common import Progress
 from hf_fsdp_plugin.tools.loaded_weights import fp32_names, has_root, without_root
 from hf_fsdp_plugin.tools.merge import copying, output
+from hf_fsdp_plugin.tools.merge.folding import AdapterFold
 from hf_fsdp_plugin.tools.verify.comparison import config_problems, manifest_problems
-
-if TYPE_CHECKING:  # imports torch and Transformers
-    from hf_fsdp_plugin.tools.merge.folding import AdapterFold
 
 _WEIGHTS: Final = (file_names.safetensors_file(file_names.HF_MODEL), f"{file_names.HF_MODEL_BIN}.bin")
 _DESCRIPTIONS: Final = (file_names.DCP_METADATA, file_names.INDEX_FILE, *map(file_names.index_file, _WEIGHTS))
@@ -120,12 +116,10 @@ def merge(checkpoint: Path, out: Path, options: MergeOptions, progress: Progress
             small, or the output differs from the plan. ``out`` is then unchanged.
         OSError: writing failed. ``out`` is then unchanged.
     """
-    out = Path(os.path.realpath(out))  # the target of a symbolic link is replaced, not the link
-    restore_replaced(out)
     places = [checkpoint, *([] if options.fold_adapter is None else [options.fold_adapter])]
     for place in places:
         refuse_deepspeed(place)
-        output.check_places(place, out, force=options.force)
+    out = output.prepare_output(out, places, force=options.force)
     job = _Job(checkpoint, out, options, progress or (lambda *_: None))
     job.compare_with_config()
     with output.MergeStaging(out) as staging:
@@ -133,9 +127,8 @@ def merge(checkpoint: Path, out: Path, options: MergeOptions, progress: Progress
         job.write_companions(staging.folder)
         if options.verify or options.delete_input:
             job.compare_bytes(staging.folder)
-        output.check_places(
-            checkpoint, out, force=options.force, is_complete=True
-        )  # another merge may have finished meanwhile
+        # Another merge may have finished meanwhile.
+        output.check_places(checkpoint, out, force=options.force, is_complete=True)
         staging.commit()
         if options.delete_input:
             job.delete_input()
@@ -190,8 +183,6 @@ class _Job:
 
     def _read_adapter(self) -> tuple[AdapterFold, dict[str, StoredTensor]]:
         """Return the adapter of the checkpoint, and the merged tensors. Raises if it does not fit the base model."""
-        from hf_fsdp_plugin.tools.merge.folding import AdapterFold
-
         stored = read_stored_model(self.checkpoint, self.options.number)
         config = output.find_config_folder(self.checkpoint, self.options.config, (file_names.ADAPTER_CONFIG,))
         if config is None:

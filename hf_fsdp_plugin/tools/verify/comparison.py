@@ -118,9 +118,7 @@ def difference_problems(
         ("FSDP-E478", unexpected, f"contains {plural(len(unexpected), 'parameter')} that {target} does not have"),
         ("FSDP-E479", other, f"contains {plural(len(other), 'tensor')} with another dtype or shape than in {target}"),
     ]
-    return [
-        errors.problem(code, place, f"{text}: {format_names(names, 3)}.", fix) for code, names, text in found if names
-    ]
+    return [errors.problem(code, place, f"{text}: {format_names(own, 3)}.", fix) for code, own, text in found if own]
 
 
 def _not_matching(names: Iterable[str], patterns: Iterable[str] | None) -> list[str]:
