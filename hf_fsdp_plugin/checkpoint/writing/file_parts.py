@@ -1,11 +1,10 @@
 """The parts of files that one rank writes: their description, the memory in which they are assembled, and the writer.
 
 A part is either written directly from the tensors, window by window, or copied as a whole to a staging buffer and
-written from the buffer during training. Both use :func:`copy_window`. Writes bypass the page cache if the file system
-supports that; each range is hashed while it is written.
+written from the buffer during training (``copies.py``). Both use :func:`copy_window`. Writes bypass the page cache if
+the file system supports that; each range is hashed while it is written.
 
-Page faults in new memory take ten times as long as the copy from the model. Therefore a thread with low priority
-prefaults the staging buffers during training, and later saves reuse them.
+Page faults in new memory take ten times as long as the copy from the model. Therefore later saves use the same buffers.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import torch
 
 from hf_fsdp_plugin.checkpoint.formats.manifest import MAX_RANGE, FileRange, FileRecord
 from hf_fsdp_plugin.checkpoint.io import PAGE, OutputFile, hash_bytes, round_up
-from hf_fsdp_plugin.devices import DEVICES, available_device
+from hf_fsdp_plugin.devices import DEVICES, DeviceEvent, available_device
 from hf_fsdp_plugin.messages import progress_bar
 
 Content = bytes | torch.Tensor
@@ -221,7 +220,7 @@ def lower_thread_priority() -> None:
 def copy_window(window: Window, memory: torch.Tensor) -> None:
     """Copy the bytes of a window to memory that begins with its first page.
 
-    Copies from an accelerator are asynchronous: call what :func:`record_copies` returns before the bytes are used.
+    Copies from an accelerator are asynchronous.
     """
     for item in window.items:
         offset = item.offset
@@ -250,34 +249,6 @@ def on_accelerator(parts: Iterable[FilePart]) -> bool:
     )
 
 
-def record_copies(*, from_accelerator: bool) -> Callable[[], None]:
-    """Return a function that waits for the copies that :func:`copy_window` has started so far, but not for later ones.
-
-    Any thread may call it.
-    """
-    device = available_device() if from_accelerator else DEVICES["cpu"]
-    index, wait = device.current_index(), device.record_event()
-
-    def wait_in_any_thread() -> None:
-        device.set_current(index)  # a new thread starts on device 0, where the wait would create a context
-        wait()
-
-    return wait_in_any_thread
-
-
-def copy_parts(parts: Sequence[FilePart], memory: torch.Tensor) -> Callable[[], None]:
-    """Copy all windows one after the other to ``memory``, which must have at least the sum of their spans.
-
-    Returns:
-        A function that waits until the copies are complete, for any thread. Until then, the current stream may change
-        the tensors: it does so after the copies.
-    """
-    for window in (window for part in parts for window in part.windows):
-        copy_window(window, memory)
-        memory = memory[window.span :]
-    return record_copies(from_accelerator=on_accelerator(parts))
-
-
 _Filled = tuple[Window, torch.Tensor]
 """A window, and the memory with its bytes, which begins with its first page."""
 
@@ -296,7 +267,7 @@ class PartWriter:
             return [_write_part(root, part, self._filled(part, pinned=pinned), update) for part in parts]
 
     def write_staged(self, root: Path, parts: Sequence[FilePart], memory: torch.Tensor) -> list[FileRecord]:
-        """Write the parts that :func:`copy_parts` has copied to ``memory``. Does not access the model's tensors."""
+        """Write the parts that were copied to ``memory``. Does not access the model's tensors."""
         records = []
         for part in parts:
             records.append(_write_part(root, part, _staged(part, memory)))
@@ -314,20 +285,21 @@ class PartWriter:
         """
         numbers = (1, 2) if pinned else (0,)
         memories = itertools.cycle([self._buffers.take(number, WINDOW, pinned=pinned) for number in numbers])
-        copied: list[tuple[Callable[[], None], _Filled]] = []
+        device = available_device() if pinned else DEVICES["cpu"]
+        copied: list[tuple[DeviceEvent, _Filled]] = []
         try:
             for window, memory in zip(part.windows, memories, strict=False):
                 copy_window(window, memory)
-                copied.append((record_copies(from_accelerator=pinned), (window, memory)))
+                copied.append((device.record_event(), (window, memory)))
                 if len(copied) > pinned:
-                    wait, filled = copied.pop(0)
-                    wait()
+                    event, filled = copied.pop(0)
+                    event.synchronize()
                     yield filled
-            for wait, filled in copied:
-                wait()
+            for event, filled in copied:
+                event.synchronize()
                 yield filled
         finally:
-            record_copies(from_accelerator=pinned)()  # the caller may have failed to write
+            device.record_event().synchronize()  # the caller may have failed to write
 
 
 def _staged(part: FilePart, memory: torch.Tensor) -> Generator[_Filled]:
@@ -373,57 +345,22 @@ class StagingBuffers:
 
     def __init__(self) -> None:
         self._memory: dict[int, torch.Tensor] = {}
-        self._preparing: dict[int, threading.Thread] = {}
-
-    def prepare(self, sizes: Sequence[int], *, pinned: bool) -> None:
-        """Start to allocate buffers of these sizes (bytes) in the background. Not collective."""
-        device = available_device()
-        index = device.current_index() if pinned else 0
-
-        def work(number: int, size: int) -> None:
-            lower_thread_priority()
-            if pinned:  # A new thread starts on device 0, and pinning would create a context there.
-                device.set_current(index)
-            self._allocate(number, size, pinned=pinned)
-            if not pinned:
-                allocate_pages(self._memory[number])
-
-        for number, size in enumerate(sizes):
-            if number not in self._preparing and not self._has(number, size):
-                thread = threading.Thread(target=work, args=(number, size), name="hf-fsdp-buffer", daemon=True)
-                self._preparing[number] = thread
-                thread.start()
 
     def take(self, number: int, size: int, *, pinned: bool) -> torch.Tensor:
-        """Wait for buffer ``number``, and return at least ``size`` bytes of memory."""
-        self._finish_preparing(number)
-        if not self._has(number, size):
-            self._allocate(number, size, pinned=pinned)
+        """Return at least ``size`` bytes of memory: buffer ``number``, or a larger one in its place."""
+        if number not in self._memory or self._memory[number].numel() < size:
+            if number in self._memory:
+                unpin(self._memory.pop(number))
+            self._memory[number] = allocate_aligned(size, pinned=pinned)
         return self._memory[number]
 
     def missing(self, sizes: Mapping[int, int]) -> int:
-        """Return the bytes that :meth:`take` would allocate for buffers of these sizes by number. Does not wait."""
-        held = {number: memory.numel() for number, memory in [*self._memory.items()]}
-        others = {number: round_up(size) for number, size in sizes.items() if number not in self._preparing}
-        return sum(max(0, size - held.get(number, 0)) for number, size in others.items())
+        """Return the bytes that :meth:`take` would allocate for buffers of these sizes by number."""
+        held = {number: memory.numel() for number, memory in self._memory.items()}
+        return sum(max(0, round_up(size) - held.get(number, 0)) for number, size in sizes.items())
 
     def close(self) -> None:
         """Free all buffers."""
-        for number in [*self._preparing]:
-            self._finish_preparing(number)
         for memory in self._memory.values():
             unpin(memory)
         self._memory.clear()
-
-    def _has(self, number: int, size: int) -> bool:
-        return number in self._memory and self._memory[number].numel() >= size
-
-    def _allocate(self, number: int, size: int, *, pinned: bool) -> None:
-        """Free the old buffer, then allocate the new one."""
-        if number in self._memory:
-            unpin(self._memory.pop(number))
-        self._memory[number] = allocate_aligned(size, pinned=pinned)
-
-    def _finish_preparing(self, number: int) -> None:
-        if (thread := self._preparing.pop(number, None)) is not None:
-            thread.join()

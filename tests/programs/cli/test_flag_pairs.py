@@ -136,8 +136,7 @@ SINGLE = {
     "--fold-adapter",
 }  # fmt: skip
 """Flags of other inputs (an adapter: tests/programs/merge/test_fold_adapter.py), and those whose effect is not in the
-result for an undamaged checkpoint.
-"""
+result for an undamaged checkpoint."""
 
 
 @pytest.mark.parametrize("verb", CHECKPOINT_FLAGS)

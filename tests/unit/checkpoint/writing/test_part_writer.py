@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from hf_fsdp_plugin.checkpoint.writing.file_parts import (
     shared_file,
     whole_file,
 )
+from hf_fsdp_plugin.devices import Device
 
 NUM_WINDOWS = 3
 
@@ -42,12 +44,12 @@ class Stream:
 def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
     stream, copy_window = Stream(), file_parts.copy_window
 
-    def record(*, from_accelerator: bool) -> Callable[[], None]:
+    def record(device: Device) -> SimpleNamespace:
         number = stream.num_started
-        return lambda: stream.finish(number)
+        return SimpleNamespace(synchronize=lambda: stream.finish(number))
 
     monkeypatch.setattr(file_parts, "copy_window", lambda *args: stream.start(lambda: copy_window(*args)))
-    monkeypatch.setattr(file_parts, "record_copies", record)
+    monkeypatch.setattr(Device, "record_event", record)
     monkeypatch.setattr(file_parts, "on_accelerator", lambda parts: True)
     monkeypatch.setattr(file_parts, "WINDOW", PAGE)
     return stream
