@@ -15,10 +15,10 @@ from typing import Any, Final
 
 import torch
 
+from hf_fsdp_plugin.checkpoint.file_io import InputFiles, object_in
 from hf_fsdp_plugin.checkpoint.formats.boxes import whole_box
 from hf_fsdp_plugin.checkpoint.formats.known_formats import format_named
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, StoredPiece, StoredTensor
-from hf_fsdp_plugin.checkpoint.io import InputFiles, object_in
 from hf_fsdp_plugin.checkpoint.names import is_adapter, is_wrapped_by_peft
 from hf_fsdp_plugin.checkpoint.reading.resharding import execute_transfers, plan_transfers
 from hf_fsdp_plugin.checkpoint.saved_state import whole_shard

@@ -28,7 +28,7 @@ CACHES: Final = {
     "tools/doctor/contract_probe.py: tested_hashes": _FILE,
     "tools/doctor/contract_probe.py: text_of": _INSTALLED,
     "tools/plan/estimate/machines.py: _table": _FILE,
-    "tools/plan/estimate/memory/tracker.py: _attention_operators": _INSTALLED,
+    "tools/plan/estimate/memory/allocations.py: _attention_operators": _INSTALLED,
 }
 """Cached functions of modules -> what alone decides their result."""
 ATTRIBUTES: Final = {

@@ -21,9 +21,9 @@ from safetensors import SafetensorError, safe_open
 
 from hf_fsdp_plugin.checkpoint import errors
 from hf_fsdp_plugin.checkpoint import names as file_names
+from hf_fsdp_plugin.checkpoint.file_io import object_in, open_for_reading, read_file
 from hf_fsdp_plugin.checkpoint.formats.dtypes import SAFETENSORS_NAMES, SIZES, dtype_size
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredState, tensor_in_file
-from hf_fsdp_plugin.checkpoint.io import object_in, open_for_reading, read_file
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_names, plural
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN, refuse
+from hf_fsdp_plugin.checkpoint.file_io import read_range
 from hf_fsdp_plugin.checkpoint.formats import boxes, dtypes
-from hf_fsdp_plugin.checkpoint.io import read_range
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.text import format_names, plural
 

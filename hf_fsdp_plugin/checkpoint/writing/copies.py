@@ -17,12 +17,12 @@ import torch
 
 from hf_fsdp_plugin.checkpoint.writing.file_parts import (
     FilePart,
-    StagingBuffers,
     bytes_of,
     copy_window,
     num_bytes,
     on_accelerator,
 )
+from hf_fsdp_plugin.checkpoint.writing.staging_buffers import StagingBuffers
 from hf_fsdp_plugin.devices import DEVICES, available_device
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 

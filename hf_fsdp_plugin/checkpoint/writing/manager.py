@@ -33,11 +33,13 @@ from hf_fsdp_plugin.checkpoint.errors import os_errors_as_problems
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRecord, Manifest
 from hf_fsdp_plugin.checkpoint.saved_state import model_shards, optimizer_shards
 from hf_fsdp_plugin.checkpoint.storage import Storage
-from hf_fsdp_plugin.checkpoint.writing import file_parts, state_files
+from hf_fsdp_plugin.checkpoint.writing import state_files
 from hf_fsdp_plugin.checkpoint.writing.copies import ShardCopies
 from hf_fsdp_plugin.checkpoint.writing.dcp_files import FolderEntries, StateFiles, complete_folders
-from hf_fsdp_plugin.checkpoint.writing.staging import RankRecord, StagingFolder
-from hf_fsdp_plugin.checkpoint.writing.stored_staging import StoredStaging
+from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter
+from hf_fsdp_plugin.checkpoint.writing.staging_buffers import StagingBuffers
+from hf_fsdp_plugin.checkpoint.writing.staging_folder import RankRecord, StagingFolder
+from hf_fsdp_plugin.checkpoint.writing.stored_staging_folder import StoredStaging
 from hf_fsdp_plugin.devices import available_device
 from hf_fsdp_plugin.host_memory import available_memory
 from hf_fsdp_plugin.messages import print_once
@@ -85,14 +87,14 @@ class CheckpointManager:
             check_model: called with each model before it is saved.
         """
         self._in_flight_file, self._check_model = in_flight_file, check_model
-        self.writer = file_parts.PartWriter()
+        self.writer = PartWriter()
         self.save_in_flight: Save | None = None
         self.saved_kinds: WeakKeyDictionary[nn.Module, set[StateDictKind]] = WeakKeyDictionary()
         self.saved_asynchronously: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
         self.storage_url: str | None = None
         self.has_lost_save = self.copies_at_once = False
         self._open: Save | None = None
-        self.buffers = file_parts.StagingBuffers()
+        self.buffers = StagingBuffers()
         self._has_warned = False
         self._hooks = ExitStack()  # of the save in flight
         self._group: dist.ProcessGroup | None = None
@@ -296,6 +298,12 @@ class CheckpointManager:
         return self._group
 
 
+def lower_thread_priority() -> None:
+    """Give the calling thread (on Linux, only this thread) the lowest priority, so that it uses only idle cores."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+
+
 def _memory_of_rank() -> int:
     """Return the bytes of memory that this rank may allocate for copies: its part of what the machine has available."""
     ranks = ranks_per_machine(os.environ, dist.get_world_size(), available_device().count())
@@ -379,7 +387,7 @@ class Save:
         try:
             with os_errors_as_problems(self.final):
                 self.copies.take()  # the next optimizer step waits for it
-                file_parts.lower_thread_priority()
+                lower_thread_priority()
                 for parts, memory in self.copies.staged():
                     self._records += self._manager.writer.write_staged(self.folder, parts, memory)
                 self._write_record()

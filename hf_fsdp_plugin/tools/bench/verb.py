@@ -27,10 +27,10 @@ from hf_fsdp_plugin.launcher.world import FoundDevices, World, find_devices, num
 from hf_fsdp_plugin.problems import Problem, SpecError, UsageError, has_errors
 from hf_fsdp_plugin.rank_variables import HANG_LIMIT_VARIABLE
 from hf_fsdp_plugin.runs.failures import AttemptResult, summarize_exit
-from hf_fsdp_plugin.sources.environment import variables_without_torchrun
+from hf_fsdp_plugin.sources.config_tree import ConfigFile
+from hf_fsdp_plugin.sources.environment_variables import variables_without_torchrun
 from hf_fsdp_plugin.sources.handover import LaunchHandover
 from hf_fsdp_plugin.sources.interface import Sources, SourceSettings
-from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import add_settings, combine, read_settings
 from hf_fsdp_plugin.text import format_memory

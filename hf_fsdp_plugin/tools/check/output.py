@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Final
 from hf_fsdp_plugin.cli import output
 from hf_fsdp_plugin.cli.output import Color, colored
 from hf_fsdp_plugin.problems import DEFAULT_ORIGIN, Origin, Problem, SpecError, has_errors
+from hf_fsdp_plugin.sources.config_tree import ConfigFile
 from hf_fsdp_plugin.sources.interface import Sources, SourceSettings
-from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.spec.defaults import FAMILY_DEFAULTS
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.spec.rules import fsdp_is_off
-from hf_fsdp_plugin.spec.values import setting_to_json
+from hf_fsdp_plugin.spec.value_parsers import setting_to_json
 from hf_fsdp_plugin.text import format_value, plural, printable, wrap_words
 from hf_fsdp_plugin.tools.common import colored_table, wrap_items
 from hf_fsdp_plugin.vocabulary import BY_NAME, ROWS, canonical_setting, find_row

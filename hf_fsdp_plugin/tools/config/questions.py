@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import yaml
 
-from hf_fsdp_plugin.spec.values import InvalidValue, is_class_name, parse_value
+from hf_fsdp_plugin.spec.value_parsers import InvalidValue, is_class_name, parse_value
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_memory, format_names
 from hf_fsdp_plugin.tools.common import SIZE_SPELLINGS, nearest_multiples, parse_bytes

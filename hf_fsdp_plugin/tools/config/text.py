@@ -16,7 +16,7 @@ from typing import Any, Final
 import yaml
 
 from hf_fsdp_plugin.axes import MODEL_AXES
-from hf_fsdp_plugin.checkpoint.io import write_atomically
+from hf_fsdp_plugin.checkpoint.file_io import write_atomically
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_value

@@ -10,8 +10,8 @@ from typing import Final
 
 from hf_fsdp_plugin.cli.output import text_width
 from hf_fsdp_plugin.sources import accelerate_file
+from hf_fsdp_plugin.sources.config_tree import ConfigEntry, ConfigFile, ConfigFileError
 from hf_fsdp_plugin.sources.interface import Sources, SourceSettings
-from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFile, ConfigFileError
 from hf_fsdp_plugin.text import fit_table, printable, wrap_words
 from hf_fsdp_plugin.tools.convert.dialects import accelerate, deepspeed, interface, training_script
 

@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_fsdp_plugin.checkpoint import errors
+from hf_fsdp_plugin.checkpoint.file_io import read_range
 from hf_fsdp_plugin.checkpoint.formats import boxes, dtypes, stored_tensors
 from hf_fsdp_plugin.checkpoint.formats.known_formats import DEEPSPEED_FILES
 from hf_fsdp_plugin.checkpoint.formats.pickles import PickledTensor
 from hf_fsdp_plugin.checkpoint.formats.torch_files import open_archive, stored_values
-from hf_fsdp_plugin.checkpoint.io import read_range
 from hf_fsdp_plugin.checkpoint.names import HF_MODEL_BIN, MANIFEST_NAME, numbered_from_one
 from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.text import format_names

@@ -15,9 +15,9 @@ from typing import Any, Final
 import torch
 
 from hf_fsdp_plugin.checkpoint.errors import raise_if_any, refuse
+from hf_fsdp_plugin.checkpoint.file_io import InputFiles
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, StoredTensor, shared_tensors
-from hf_fsdp_plugin.checkpoint.io import InputFiles
 from hf_fsdp_plugin.plan.meta_model import meta_model
 from hf_fsdp_plugin.tools import loaded_weights
 from hf_fsdp_plugin.tools.common import Progress

@@ -27,11 +27,11 @@ from hf_fsdp_plugin.cli.main import make_parser
 from hf_fsdp_plugin.launcher.flags import Parser, add_override_flag, add_setting_flags
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError, UsageError
 from hf_fsdp_plugin.sources.command_line import parse_flags
+from hf_fsdp_plugin.sources.config_tree import ConfigFile
 from hf_fsdp_plugin.sources.interface import Sources
-from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess
-from hf_fsdp_plugin.spec.values import setting_to_json
+from hf_fsdp_plugin.spec.value_parsers import setting_to_json
 from hf_fsdp_plugin.text import SHORT_DTYPES, format_bytes, format_value, plural, printable
 from hf_fsdp_plugin.tools.check.verb import config_named
 from hf_fsdp_plugin.tools.common import ProgressBars

@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 
 from hf_fsdp_plugin.checkpoint.errors import problem
+from hf_fsdp_plugin.checkpoint.file_io import InputFiles
 from hf_fsdp_plugin.checkpoint.formats.boxes import flat_range
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
 from hf_fsdp_plugin.checkpoint.formats.safetensors import SafetensorsFile
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredTensor
-from hf_fsdp_plugin.checkpoint.io import InputFiles
 from hf_fsdp_plugin.checkpoint.reading.resharding import execute_transfers, plan_transfers
 from hf_fsdp_plugin.checkpoint.saved_state import pieces_in
 from hf_fsdp_plugin.problems import Problem

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from hf_fsdp_plugin.checkpoint.errors import raise_if_any, refuse
+from hf_fsdp_plugin.checkpoint.file_io import InputFiles
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, StoredTensor
-from hf_fsdp_plugin.checkpoint.io import InputFiles
 from hf_fsdp_plugin.checkpoint.names import ADAPTER_CONFIG, is_adapter
 from hf_fsdp_plugin.plan.meta_model import meta_model
 from hf_fsdp_plugin.problems import Problem, SpecError

@@ -18,10 +18,10 @@ from typing import Any
 from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.checking.inspection import checkpoint_of, why_incomplete
 from hf_fsdp_plugin.checkpoint.errors import file_problems_inside, problem, raise_if_any, refuse
+from hf_fsdp_plugin.checkpoint.file_io import read_file, sync, write_atomically
 from hf_fsdp_plugin.checkpoint.folders import put_in_place, restore_replaced
 from hf_fsdp_plugin.checkpoint.formats.safetensors import SafetensorsFile, plan_files
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, StoredTensor, shared_tensors
-from hf_fsdp_plugin.checkpoint.io import read_file, sync, write_atomically
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 """The dtypes that are converted. Integers, booleans and quantized weights keep their dtype."""

@@ -15,8 +15,8 @@ import yaml
 
 from hf_fsdp_plugin.axes import MODEL_AXES
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
+from hf_fsdp_plugin.sources.config_tree import ConfigFile, config_tree, read_text
 from hf_fsdp_plugin.sources.interface import Sources, SourceSettings
-from hf_fsdp_plugin.sources.tree import ConfigFile, config_tree, read_text
 from hf_fsdp_plugin.spec.defaults import VERSION_DEFAULTS
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import Assessment, assess

@@ -20,7 +20,7 @@ from typing import Any
 
 from hf_fsdp_plugin.cli.output import OK, exit_code, print_failure, print_json, print_problems, text_width
 from hf_fsdp_plugin.problems import SpecError, UsageError, has_errors
-from hf_fsdp_plugin.spec.values import setting_to_json
+from hf_fsdp_plugin.spec.value_parsers import setting_to_json
 from hf_fsdp_plugin.text import plural, printable, wrap_words
 from hf_fsdp_plugin.tools.check.verb import config_named
 from hf_fsdp_plugin.tools.common import check_needs

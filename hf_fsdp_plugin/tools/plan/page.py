@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
-from hf_fsdp_plugin.checkpoint.io import write_atomically
+from hf_fsdp_plugin.checkpoint.file_io import write_atomically
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, equal_units
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.strategies import STRATEGIES

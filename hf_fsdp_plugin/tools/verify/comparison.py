@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.checkpoint import errors
+from hf_fsdp_plugin.checkpoint.file_io import read_file
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel
-from hf_fsdp_plugin.checkpoint.io import read_file
 from hf_fsdp_plugin.checkpoint.names import is_adapter, is_wrapped_by_peft
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.text import format_names, format_shape, plural

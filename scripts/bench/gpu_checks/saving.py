@@ -119,7 +119,7 @@ def pinning(case: Case) -> Case:
     """
     import torch
 
-    from hf_fsdp_plugin.checkpoint.writing.file_parts import allocate_aligned, unpin
+    from hf_fsdp_plugin.checkpoint.writing.staging_buffers import allocate_aligned, unpin
 
     if not on_accelerator(case):
         raise Skipped("CPU ranks pin no memory")

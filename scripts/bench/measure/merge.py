@@ -160,8 +160,8 @@ def measure(command: list[str], folder: Path, out: Path) -> Run:
 
 def check_equal(ours: Path, stock: Path) -> None:
     """Check that both programs write the same tensors. Otherwise their times cannot be compared."""
+    from hf_fsdp_plugin.checkpoint.file_io import InputFiles
     from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
-    from hf_fsdp_plugin.checkpoint.io import InputFiles
     from hf_fsdp_plugin.tools.merge.copying import same_elements
 
     mine, theirs = read_stored_model(ours).tensors, read_stored_model(stock).tensors

@@ -21,8 +21,8 @@ import yaml
 
 from hf_fsdp_plugin.problems import Problem, has_errors
 from hf_fsdp_plugin.sources import accelerate_file
+from hf_fsdp_plugin.sources.config_tree import ConfigEntry, ConfigFile
 from hf_fsdp_plugin.sources.interface import Sources
-from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFile
 from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.tools.convert import conversion
 from hf_fsdp_plugin.tools.convert.dialects.interface import DialectDocument, DialectReading, leaves

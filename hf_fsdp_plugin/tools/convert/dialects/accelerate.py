@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from hf_fsdp_plugin.sources.accelerate_file import is_for_deepspeed
-from hf_fsdp_plugin.sources.tree import ConfigEntry
+from hf_fsdp_plugin.sources.config_tree import ConfigEntry
 from hf_fsdp_plugin.tools.convert.dialects import deepspeed
 from hf_fsdp_plugin.tools.convert.dialects.interface import ConfigDialect, DialectDocument, DialectReading
 from hf_fsdp_plugin.tools.convert.dialects.training_script import find_file

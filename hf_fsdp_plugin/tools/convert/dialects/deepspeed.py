@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Final
 
 from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.sources.config_tree import ConfigEntry
 from hf_fsdp_plugin.sources.interface import entry_of
-from hf_fsdp_plugin.sources.tree import ConfigEntry
 from hf_fsdp_plugin.tools.convert.dialects import interface
 from hf_fsdp_plugin.vocabulary import BY_NAME, PROGRAM_KEYS, TRAINING_FILE_MARKS, word_of
 

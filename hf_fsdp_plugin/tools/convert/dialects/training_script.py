@@ -15,9 +15,7 @@ from typing import Any, Final
 import yaml
 
 import hf_fsdp_plugin.vocabulary as vocabulary
-from hf_fsdp_plugin.sources.interface import FSDP_SCOPES
-from hf_fsdp_plugin.sources.script_objects import add_distributed_config
-from hf_fsdp_plugin.sources.tree import (
+from hf_fsdp_plugin.sources.config_tree import (
     ConfigEntry,
     ConfigFile,
     ConfigFileError,
@@ -26,6 +24,8 @@ from hf_fsdp_plugin.sources.tree import (
     from_python,
     parse_text,
 )
+from hf_fsdp_plugin.sources.interface import FSDP_SCOPES
+from hf_fsdp_plugin.sources.script_objects import add_distributed_config
 from hf_fsdp_plugin.tools.convert.dialects.interface import (
     ConfigDialect,
     DialectDocument,

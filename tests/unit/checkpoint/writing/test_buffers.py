@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from hf_fsdp_plugin.checkpoint.writing import copies, file_parts
+from hf_fsdp_plugin.checkpoint.writing import copies, file_parts, staging_buffers
 from hf_fsdp_plugin.checkpoint.writing.copies import ShardCopies, WeightsChangedError, copy_parts
-from hf_fsdp_plugin.checkpoint.writing.file_parts import FilePart, Item, StagingBuffers, whole_file
+from hf_fsdp_plugin.checkpoint.writing.file_parts import FilePart, Item, whole_file
+from hf_fsdp_plugin.checkpoint.writing.staging_buffers import StagingBuffers
 from hf_fsdp_plugin.devices import Device
 
 SIZE = 1 << 20
@@ -73,14 +74,14 @@ class RecordingDevice(Device):
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> RecordingDevice:
     device = RecordingDevice(type="cuda", collectives="nccl")
-    prefault = file_parts.allocate_pages
+    prefault = staging_buffers.allocate_pages
 
     def recorded(memory: torch.Tensor) -> None:
         prefault(memory)
-        device.prefaulted.update(piece.data_ptr() for piece in memory.split(file_parts.PIECE))
+        device.prefaulted.update(piece.data_ptr() for piece in memory.split(staging_buffers.PIECE))
 
-    monkeypatch.setattr(file_parts, "available_device", lambda: device)
-    monkeypatch.setattr(file_parts, "allocate_pages", recorded)
+    monkeypatch.setattr(staging_buffers, "available_device", lambda: device)
+    monkeypatch.setattr(staging_buffers, "allocate_pages", recorded)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda memory: memory.data_ptr() in device.pinned)
     return device
 
@@ -167,19 +168,19 @@ def test_changes_before_the_step_are_found(changed: str, monkeypatch: pytest.Mon
 
 def test_memory_is_pinned_in_pieces(device: RecordingDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver's lock is held for one piece at a time."""
-    monkeypatch.setattr(file_parts, "PIECE", 1 << 18)
-    memory = file_parts.allocate_aligned(SIZE + 4096, pinned=True)
+    monkeypatch.setattr(staging_buffers, "PIECE", 1 << 18)
+    memory = staging_buffers.allocate_aligned(SIZE + 4096, pinned=True)
     assert {pointer - memory.data_ptr() for pointer in device.pinned} == set(range(0, SIZE + 1, 1 << 18))
-    file_parts.unpin(memory)
+    staging_buffers.unpin(memory)
     assert device.pinned == set()
 
 
 def test_memory_is_pinned_completely_or_not_at_all(device: RecordingDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_parts, "PIECE", 1 << 18)
-    monkeypatch.setattr(file_parts, "_allocate_pinned", lambda size: None)
+    monkeypatch.setattr(staging_buffers, "PIECE", 1 << 18)
+    monkeypatch.setattr(staging_buffers, "_allocate_pinned", lambda size: None)
     pin = RecordingDevice.pin
     monkeypatch.setattr(RecordingDevice, "pin", lambda self, memory: len(self.pinned) < 2 and pin(self, memory))
-    memory = file_parts.allocate_aligned(SIZE, pinned=True)
+    memory = staging_buffers.allocate_aligned(SIZE, pinned=True)
     assert memory.numel() == SIZE and device.pinned == set()
     assert [name for name, *_ in device.calls] == ["pin", "pin", "unpin", "unpin"]
 
@@ -188,18 +189,18 @@ def test_memory_of_torch_is_not_unpinned(device: RecordingDevice, monkeypatch: p
     """torch's pool gives it to others later, and unpins it itself."""
     pool = torch.zeros(SIZE, dtype=torch.uint8)
     monkeypatch.setattr(RecordingDevice, "pin", lambda self, memory: False)
-    monkeypatch.setattr(file_parts, "_allocate_pinned", lambda size: pool)
+    monkeypatch.setattr(staging_buffers, "_allocate_pinned", lambda size: pool)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda memory: True)
-    file_parts.unpin(file_parts.allocate_aligned(SIZE, pinned=True))
+    staging_buffers.unpin(staging_buffers.allocate_aligned(SIZE, pinned=True))
     assert device.calls == []
 
 
 def test_copies_do_not_cross_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_parts, "PIECE", 1 << 16)
+    monkeypatch.setattr(staging_buffers, "PIECE", 1 << 16)
     content = torch.arange(60_000, dtype=torch.int32)
     first = Item(0, (bytes(100), b"head", content))
     part = whole_file("a", [first, Item(first.stop, (bytes(300_000 - first.stop), content[:10_000]))])
-    memory = file_parts.allocate_aligned(part.span)
+    memory = staging_buffers.allocate_aligned(part.span)
     copies: list[tuple[int, int]] = []
     copy = torch.Tensor.copy_
 

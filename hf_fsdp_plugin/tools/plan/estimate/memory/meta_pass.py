@@ -23,9 +23,9 @@ from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, torch_dtype
 from hf_fsdp_plugin.plan.names import is_inside
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.tools.plan.estimate.divided import RankModel, divided
-from hf_fsdp_plugin.tools.plan.estimate.memory.recorder import Recorder, replace_forward
+from hf_fsdp_plugin.tools.plan.estimate.memory.attention import DeviceAttention
+from hf_fsdp_plugin.tools.plan.estimate.memory.stages import Recorder, replace_forward
 from hf_fsdp_plugin.tools.plan.estimate.memory.step import StepProfile, expand_layers
-from hf_fsdp_plugin.tools.plan.estimate.memory.tracker import DeviceAttention
 from hf_fsdp_plugin.tools.plan.estimate.types import Workload
 from hf_fsdp_plugin.torch_private.context_parallel import add_cpu_attention, context_exchange, set_context_exchange
 from hf_fsdp_plugin.torch_private.modules import entries_in_block, registrations
