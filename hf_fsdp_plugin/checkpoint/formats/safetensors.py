@@ -241,7 +241,7 @@ def read_safetensors(root: Path, name: str) -> StoredState | None:
             entry = entries[key]
             tensors[key,] = tensor_in_file(key, entry.dtype, entry.shape, shard, entry.offset)
     if SHARDING_INFO in metadata and listed:  # before the absent tensors, which follow from it
-        _check_one_writer(index, sum(num_bytes(tensor.dtype, tensor.shape) for tensor in tensors.values()))
+        _check_one_writer(index, sum(tensor.num_bytes for tensor in tensors.values()))
     errors.raise_if_any(problems)
     return StoredState(tensors, files, root)
 

@@ -70,6 +70,10 @@ class StoredTensor:
     pieces: tuple[StoredPiece, ...]
     open_archive: Callable[[StoredTensor, StoredPiece], StoredPiece] | None = field(default=None, compare=False)
 
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * dtypes.dtype_size(self.dtype)
+
     def uncovered(self) -> int:
         """Return the number of elements that are in no piece."""
         return boxes.count_uncovered(self.shape, [piece.box for piece in self.pieces])

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from hf_fsdp_plugin.cli.output import OK, print_failure, print_json, print_problems
 from hf_fsdp_plugin.launcher.flags import Suggested
@@ -37,10 +37,8 @@ from hf_fsdp_plugin.tools.config import conversation, questions
 from hf_fsdp_plugin.tools.config import text as config_text
 from hf_fsdp_plugin.tools.config.conversation import Question, State, label_of, show_text
 from hf_fsdp_plugin.tools.config.text import check_place, file_exists_error, write_config
+from hf_fsdp_plugin.tools.plan.estimate.types import MemoryEstimate
 from hf_fsdp_plugin.vocabulary import TRAINING_FILE_MARKS
-
-if TYPE_CHECKING:
-    from hf_fsdp_plugin.tools.plan.estimate.types import MemoryEstimate
 
 STDOUT: Final = "-"
 _OTHER_CONFIG: Final = "FSDP-E766"

@@ -170,12 +170,10 @@ def run_preflight(spec: FsdpSpec, sources: Sources, options: stages.Options, lim
         # Accelerators are hidden, so that libraries cannot take them.
         env |= {device.visible_variable: "" for device in DEVICES.values() if device.visible_variable}
         began = time.monotonic()
-
-        def why_stopped() -> str | None:
-            return f"{limit_s:g} s (--limit)" if time.monotonic() - began > limit_s else None
-
-        job = replace(spec, launch=launch)
-        run = run_job(["-m", _BUILTIN], job, world, handover, env=env, should_stop=why_stopped)
+        run = run_job(
+            ["-m", _BUILTIN], replace(spec, launch=launch), world, handover, env=env,
+            should_stop=lambda: f"{limit_s:g} s (--limit)" if time.monotonic() - began > limit_s else None,
+        )  # fmt: skip
         seconds = time.monotonic() - began
         records = stages.read_records(folder)
     rows, problems = _read_results(run, records)

@@ -188,11 +188,6 @@ class Preflight:
         yield
         self.enter(before)
 
-    @property
-    def needs_gpu(self) -> bool:
-        """Whether the run has ended at what only a GPU can run, which is no failure."""
-        return not self.active and not self.record.failed
-
     def fail(self, error: BaseException) -> None:
         """Record a failure of the current stage, and end the stage. What only a GPU can run is not tested instead."""
         stage, text = self.record.running or "start", _text_of(error)

@@ -165,8 +165,9 @@ def check_equal(ours: Path, stock: Path) -> None:
     from hf_fsdp_plugin.tools.merge.copying import same_elements
 
     mine, theirs = read_stored_model(ours).tensors, read_stored_model(stock).tensors
-    if mine.keys() != theirs.keys():
-        raise SystemExit(f"the names differ: {sorted(mine.keys() ^ theirs.keys())[:5]}")
+    described = [{(name, t.dtype, t.shape) for name, t in tensors.items()} for tensors in (mine, theirs)]
+    if described[0] != described[1]:
+        raise SystemExit(f"names, dtypes or shapes differ: {sorted(described[0] ^ described[1])[:5]}")
     with InputFiles(ours) as files, InputFiles(stock) as others:
         wrong = [name for name in mine if not same_elements(files, mine[name], others, theirs[name])]
     if wrong:

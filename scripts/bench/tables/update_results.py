@@ -1,7 +1,7 @@
-"""Write the results in docs/results/*.json as tables into docs/results.md.
+"""Write the results in docs/results/*.json as tables into docs/results.md and docs/checkpoints.md.
 
     python -m scripts.bench.tables.update_results             write the tables
-    python -m scripts.bench.tables.update_results --check     change nothing; exit code 1 if the document is out of date
+    python -m scripts.bench.tables.update_results --check     change nothing; exit code 1 if a document is out of date
 
 A table goes between ``results:begin NAME`` and ``results:end NAME``; NAME is the stem of a file in docs/results. A NAME
 without a function in ``TABLES`` gets a plain table of its values.
@@ -27,6 +27,7 @@ from scripts.bench.tables.hangs import hangs
 from scripts.bench.tables.planning import planner_time
 
 BLOCK = re.compile(r"(<!-- results:begin (?P<name>[\w-]+) -->\n).*?(<!-- results:end (?P=name) -->)", re.DOTALL)
+DOCUMENTS = (ROOT / "docs" / "results.md", ROOT / "docs" / "checkpoints.md")
 HEAD = ("date", "commit", "machine", "versions", "load_average_of_15_minutes", "command", "device")
 
 Result = dict[str, Any]
@@ -440,20 +441,23 @@ def write_result(name: str, path: Path, result: Result) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if the document is out of date")
-    parser.add_argument("--document", type=Path, default=ROOT / "docs" / "results.md")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a document is out of date")
+    parser.add_argument("--document", type=Path, nargs="+", default=DOCUMENTS)
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
-    text = args.document.read_text()
-    filled = render(text, args.results)
-    if filled == text:
-        return 0
-    if args.check:
-        print(f"{args.document} is out of date. Run: python -m scripts.bench.tables.update_results", file=sys.stderr)
-        return 1
-    args.document.write_text(filled)
-    print(f"wrote {args.document}")
-    return 0
+    code = 0
+    for document in args.document:
+        text = document.read_text()
+        filled = render(text, args.results)
+        if filled == text:
+            continue
+        if args.check:
+            print(f"{document} is out of date. Run: python -m scripts.bench.tables.update_results", file=sys.stderr)
+            code = 1
+        else:
+            document.write_text(filled)
+            print(f"wrote {document}")
+    return code
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import pytest
 
 from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest
 from hf_fsdp_plugin.checkpoint.storage import Storage
-from hf_fsdp_plugin.tools.verify.checksums import hash_problems
+from hf_fsdp_plugin.tools.verify.verification import hash_problems
 from tests.support.object_store import BUCKET, Faults, object_store
 
 
