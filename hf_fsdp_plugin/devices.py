@@ -11,15 +11,35 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from hf_fsdp_plugin.problems import Problem, SpecError
 
 if TYPE_CHECKING:
     import torch
+
+
+class DeviceEvent(Protocol):
+    """What is used of torch's events."""
+
+    def record(self) -> None: ...
+
+    def wait(self) -> None:
+        """Let the current stream wait for the event."""
+
+    def synchronize(self) -> None:
+        """Wait for the event, in any thread."""
+
+
+class _CpuEvent:
+    """An event of the CPU, which has no streams."""
+
+    def record(self) -> None: ...
+
+    wait = synchronize = record
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,14 +93,17 @@ class Device:
         """Wait for all kernels and copies on the current device."""
         self._module.synchronize()
 
-    def record_event(self) -> Callable[[], None]:
-        """Return a function that waits for the kernels and copies that were started so far on the current stream."""
+    def record_event(self) -> DeviceEvent:
+        """Return an event after the kernels and copies that were started so far on the current stream."""
         if self._is_cpu:
-            return lambda: None
-        event = self._module.Event()
+            return _CpuEvent()
+        event: DeviceEvent = self._module.Event()
         event.record()
-        wait: Callable[[], None] = event.synchronize
-        return wait
+        return event
+
+    def new_stream(self) -> contextlib.AbstractContextManager[object]:
+        """Return a block in which the calling thread's current stream is another one."""
+        return contextlib.nullcontext() if self._is_cpu else self._module.stream(self._module.Stream())
 
     def pin(self, memory: torch.Tensor) -> bool:
         """Page-lock existing CPU memory. Returns ``False`` if that is impossible; copies are then slower."""

@@ -21,7 +21,7 @@ from hf_fsdp_plugin.problems import AREAS
 from hf_fsdp_plugin.sources.command_line import LAUNCHER_FLAGS, OPTIONAL_VALUE, SWITCHES
 from hf_fsdp_plugin.spec.defaults import FAMILY_DEFAULTS, VERSION_DEFAULTS
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
-from hf_fsdp_plugin.spec.values import MAX_DIGITS, UNITS
+from hf_fsdp_plugin.spec.value_parsers import MAX_DIGITS, UNITS
 from hf_fsdp_plugin.tools.convert.conversion import DIALECTS
 from hf_fsdp_plugin.tools.convert.dialects.interface import DialectKey
 from hf_fsdp_plugin.tools.doctor.contract_probe import private_contracts

@@ -86,7 +86,7 @@ class PinnedWindows:
         full, wait = self._window, self._wait_for_other
         self._window, self._used = self._other, 0
         if full is not None:
-            self._other, self._wait_for_other = full, available_device().record_event()
+            self._other, self._wait_for_other = full, available_device().record_event().synchronize
         if self._window is None:
             self._window = torch.empty(WINDOW, dtype=torch.uint8, pin_memory=True, device="cpu")
         elif wait is not None:

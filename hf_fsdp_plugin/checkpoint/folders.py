@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from hf_fsdp_plugin.checkpoint import names as file_names
+from hf_fsdp_plugin.checkpoint.file_io import sync
 from hf_fsdp_plugin.checkpoint.formats.manifest import readable_manifest
-from hf_fsdp_plugin.checkpoint.io import sync
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.rank_variables import launched_rank
 

@@ -209,15 +209,17 @@ def _replicated_shard(name: str, tensor: torch.Tensor) -> LocalShard:
     return replace(whole, replica=dist.get_rank(), replicas=dist.get_world_size(), frozen=frozen)
 
 
-def model_shards(model: nn.Module, *, only_trained: bool = False) -> ModelShards:
+def model_shards(model: nn.Module, *, only_trained: bool = False, copy_buffers: bool = False) -> ModelShards:
     """Return the shards of parameters and persistent buffers. Gathered parameters are resharded first.
 
     Args:
         only_trained: without frozen parameters and aliases: all that a checkpoint of an adapter contains of the model.
+        copy_buffers: with copies of the buffers, which the next forward may change.
     """
     parameters = parameter_shards(model)
+    found = [(name, buffer.clone() if copy_buffers else buffer) for name, buffer in persistent_buffers(model)]
     # The ranks may have different statistics, which must not be mixed: rank 0 is the only replica that writes.
-    own_buffers = [replace(_replicated_shard(name, buffer), replicas=1) for name, buffer in persistent_buffers(model)]
+    own_buffers = [replace(_replicated_shard(name, buffer), replicas=1) for name, buffer in found]
     if only_trained:
         return ModelShards(tuple(shard for shard in (*parameters.tensors, *own_buffers) if not shard.frozen), {})
     aliases = {**parameters.aliases, **_buffer_aliases(model)}

@@ -7,12 +7,12 @@
     s3://bucket/run/checkpoint-20/FILES/…                the files of the checkpoint, and its manifest
     s3://bucket/run/checkpoint-20/FILES/.parts/rank3…    what rank 3 has uploaded, until the commit
 
-Ranks write their files to their machine's disk, and upload them in the background (``writing.stored_staging``). No
+Ranks write their files to their machine's disk, and upload them in the background (``stored_staging_folder``). No
 object is written twice: each save has its own name for FILES, and the last object, ``complete.json``, selects it. So an
 interrupted save changes no checkpoint, also none of the same step.
 
 A reader gets a folder on its own disk with the manifest and the small files, in which each file of shards is a hole of
-its size. ``io.open_for_reading`` reads these from the storage, so that each rank gets the ranges that it needs.
+its size. ``file_io.open_for_reading`` reads these from the storage, so that each rank gets the ranges that it needs.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from typing import Any, BinaryIO, Final
 from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint import uploading
 from hf_fsdp_plugin.checkpoint.errors import refuse
+from hf_fsdp_plugin.checkpoint.file_io import stored_folders, write_atomically
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRecord, read_manifest
-from hf_fsdp_plugin.checkpoint.io import stored_folders, write_atomically
 from hf_fsdp_plugin.checkpoint.whole_weights import without_launcher
 from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.rank_variables import launched_rank

@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the file. Returns 1 if that is not possible, or if Python does not run it."""
-    from hf_fsdp_plugin.checkpoint.io import write_atomically  # doctor and disable run without the libraries of it
+    from hf_fsdp_plugin.checkpoint.file_io import write_atomically  # doctor and disable run without the libraries of it
 
     file = _folder(user=args.user) / FILE_NAME
     problems = []

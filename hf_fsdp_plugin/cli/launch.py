@@ -29,10 +29,10 @@ from hf_fsdp_plugin.launcher.ranks import RankJob, launch_env, rank_command
 from hf_fsdp_plugin.launcher.run_script import check_script
 from hf_fsdp_plugin.problems import Problem, SpecError, UsageError
 from hf_fsdp_plugin.rank_variables import POD_ID_VARIABLE, RUN_ID_VARIABLE, exit_limit, hang_limit
-from hf_fsdp_plugin.sources import environment
+from hf_fsdp_plugin.sources import environment_variables
+from hf_fsdp_plugin.sources.config_tree import ConfigFile
 from hf_fsdp_plugin.sources.handover import LaunchHandover
 from hf_fsdp_plugin.sources.interface import Sources
-from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 
 _OF_ONE_MACHINE = frozenset({"launch.machine_rank", "launch.main_process_ip", "launch.gpu_ids"})
@@ -61,7 +61,7 @@ def run_launch(arguments: flags.LaunchArguments) -> int:
 
 def _with_variables(arguments: flags.LaunchArguments) -> flags.LaunchArguments:
     """Add the options that the variables of torchrun set, as in a pod of Kubernetes, and that no flag sets."""
-    found = environment.torchrun_options(os.environ)
+    found = environment_variables.torchrun_options(os.environ)
     given = {name: value for name, value in found.items() if name not in arguments.options}
     restarts = given.get("max_restarts", "0")
     if not re.fullmatch(dict(_NUMBERS)["max_restarts"], restarts):
@@ -87,7 +87,7 @@ def _launch(arguments: flags.LaunchArguments) -> int:
     world = worlds.resolve_world(spec, worlds.find_devices())
     _print_notices(arguments, *world.problems)
     _print_notices(arguments, *notes)
-    options, report = arguments.options, environment.absolute_path(arguments.options.get("report"))
+    options, report = arguments.options, environment_variables.absolute_path(arguments.options.get("report"))
     handover = LaunchHandover(
         given=tuple(given), quiet="quiet" in options, report=report, report_table="report_table" in options
     )
@@ -188,7 +188,7 @@ def _check_writable(options: Mapping[str, str]) -> None:
 def _sources(arguments: flags.LaunchArguments) -> Sources:
     if given := arguments.options.get("config_file"):
         config: ConfigFile | None = ConfigFile.at(given)
-    elif config := environment.default_config_file(os.environ):
+    elif config := environment_variables.default_config_file(os.environ):
         _print_notices(arguments, f"no --config_file: reading Accelerate's default config file {config.shown}")
     sources = Sources(
         config=config,

@@ -20,7 +20,7 @@ from hf_fsdp_plugin.messages import print_once, print_warnings, printer
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.rank_variables import launched_local_rank, launched_world_size
 from hf_fsdp_plugin.sources import accelerate_file
-from hf_fsdp_plugin.sources.environment import absolute_path, variables_without_torchrun
+from hf_fsdp_plugin.sources.environment_variables import absolute_path, variables_without_torchrun
 from hf_fsdp_plugin.sources.handover import LaunchHandover
 from hf_fsdp_plugin.sources.interface import Sources, SourceSettings, config_of
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hf_fsdp_plugin.checkpoint.io import write_atomically
+from hf_fsdp_plugin.checkpoint.file_io import write_atomically
 from hf_fsdp_plugin.observe.observed_run import JsonObject, format_value
 from hf_fsdp_plugin.observe.units import HELD, UnitObservation
 from hf_fsdp_plugin.plan.names import common_name

@@ -9,8 +9,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from hf_fsdp_plugin.sources.config_tree import ConfigEntry, ConfigFile, ConfigFileError, Node, config_tree, parse_text
 from hf_fsdp_plugin.sources.interface import FSDP_SCOPES, Collector, Sources, SourceSettings, entry_of
-from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFile, ConfigFileError, Node, config_tree, parse_text
 from hf_fsdp_plugin.vocabulary import PROGRAM_KEYS, TRAINING_FILE_MARKS, Scope, find_row, plain_key, word_of
 
 SOURCE = "config"

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import hf_fsdp_plugin.vocabulary as vocabulary
 from hf_fsdp_plugin.problems import Origin, Problem
+from hf_fsdp_plugin.sources.config_tree import ConfigEntry
 from hf_fsdp_plugin.sources.interface import Collector, SourceFamily, Sources, SourceSettings, entry_of
 from hf_fsdp_plugin.sources.script_objects import add_fsdp_arguments
-from hf_fsdp_plugin.sources.tree import ConfigEntry
 from hf_fsdp_plugin.vocabulary import Scope, SettingRow, did_you_mean, find_row, lower, nearest_word
 
 SOURCE = "command line"

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 
 import hf_fsdp_plugin.vocabulary as vocabulary
 from hf_fsdp_plugin.problems import Origin, Problem
-from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFile, Entries, ObjectText, from_python, one_line
+from hf_fsdp_plugin.sources.config_tree import ConfigEntry, ConfigFile, Entries, ObjectText, from_python, one_line
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.vocabulary import BLANKS, BY_NAME, FALSE_WORDS, TRUE_WORDS, Scope, SettingRow, find_row, plain_key
 
@@ -66,12 +66,12 @@ class Setting:
 
     Attributes:
         name: canonical name.
-        value: the value as written; after ``spec.values.parse_settings``, the typed value.
+        value: the value as written; after ``spec.value_parsers.parse_settings``, the typed value.
         implied: whether another setting implies this one (``mixed_precision`` implies ``precision.param``). An explicit
             value of the same source overrides an implied value.
         inactive: whether the setting applies only if another source enables FSDP, such as an ``fsdp_config`` without
             ``fsdp``, which Transformers ignores.
-        level: level of precedence; set by ``spec.values.parse_settings``.
+        level: level of precedence; set by ``spec.value_parsers.parse_settings``.
     """
 
     name: str

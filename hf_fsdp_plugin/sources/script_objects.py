@@ -20,8 +20,8 @@ from typing import Any, Final
 
 from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.sources.accelerate_file import FsdpConfig, add_fsdp_config
+from hf_fsdp_plugin.sources.config_tree import ConfigEntry, ConfigFile, ConfigFileError, config_tree
 from hf_fsdp_plugin.sources.interface import Collector, Sources, SourceSettings, entry_of
-from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFile, ConfigFileError, config_tree
 from hf_fsdp_plugin.strategies import strategy_of
 from hf_fsdp_plugin.vocabulary import FALSE_WORDS, TRUE_WORDS, find_row, plain_key, word_of
 

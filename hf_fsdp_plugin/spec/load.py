@@ -9,17 +9,17 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from hf_fsdp_plugin.problems import DEFAULT_ORIGIN, Origin, Problem, SpecError, has_errors
-from hf_fsdp_plugin.sources import accelerate_file, command_line, environment
+from hf_fsdp_plugin.sources import accelerate_file, command_line, environment_variables
 from hf_fsdp_plugin.sources.accelerate_file import FsdpConfig
-from hf_fsdp_plugin.sources.environment import locate_config
+from hf_fsdp_plugin.sources.config_tree import ConfigFile
+from hf_fsdp_plugin.sources.environment_variables import locate_config
 from hf_fsdp_plugin.sources.interface import Setting, Sources, SourceSettings, config_of
 from hf_fsdp_plugin.sources.script_objects import ARGUMENTS, FsdpOptions
-from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.spec.defaults import FAMILY_DEFAULTS
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.precedence import PRECEDENCE, active_settings, derive_spec, merge_levels, sorted_by_precedence
 from hf_fsdp_plugin.spec.rules import check_rules
-from hf_fsdp_plugin.spec.values import parse_settings
+from hf_fsdp_plugin.spec.value_parsers import parse_settings
 from hf_fsdp_plugin.strategies import STRATEGIES
 
 
@@ -132,7 +132,7 @@ def add_settings(given: Sequence[SourceSettings], **sources: Any) -> list[Source
         if before is not None and new.level in (accelerate_file.SOURCE, *_WORDS):
             result.remove(before)
             new = before.joined(new) if new.level in _WORDS else new
-        if new.level != environment.SOURCE:
+        if new.level != environment_variables.SOURCE:
             result.append(new)
     return sorted_by_precedence(result)
 
@@ -200,7 +200,8 @@ def _ambiguous_version(levels: Sequence[SourceSettings], spec: FsdpSpec) -> Iter
     """Report that no source sets the FSDP version, and that the families of the sources have different defaults."""
     if spec.asked("fsdp.version") or not spec.enabled:
         return
-    families = {level.family for level in levels if level.family is not None and level.level != environment.SOURCE}
+    written = (level for level in levels if level.level != environment_variables.SOURCE)
+    families = {level.family for level in written if level.family is not None}
     if len(families) > 1:
         message = "no source sets the FSDP version, and the defaults differ: 1 for Accelerate's file, 2 for "
         message += f"TrainingArguments. The default of the source with higher precedence is used: {spec.fsdp.version}."

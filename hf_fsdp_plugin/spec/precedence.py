@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.sources import accelerate_file, command_line, environment, script_objects
+from hf_fsdp_plugin.sources import accelerate_file, command_line, environment_variables, script_objects
 from hf_fsdp_plugin.sources.interface import AUTO_WRAP, OFF, Reader, Setting, SourceSettings
 from hf_fsdp_plugin.sources.script_objects import PARALLELISM, PLUGIN, read_parallelism_config, read_plugin
 from hf_fsdp_plugin.spec.defaults import VERSION_DEFAULTS
@@ -22,9 +22,9 @@ PRECEDENCE: Final[tuple[tuple[str, Reader], ...]] = (
     (script_objects.ARGUMENTS, script_objects.read_arguments),
     (script_objects.ARGUMENTS, read_plugin),
     (script_objects.ARGUMENTS, read_parallelism_config),
-    (environment.TORCHRUN, environment.read_torchrun),
+    (environment_variables.TORCHRUN, environment_variables.read_torchrun),
     (accelerate_file.SOURCE, accelerate_file.read),
-    (environment.SOURCE, environment.read),
+    (environment_variables.SOURCE, environment_variables.read),
 )
 """The level and the reader of every source, highest precedence first. The defaults have the lowest precedence.
 
@@ -38,8 +38,8 @@ A cluster sets the variables of torchrun for each job, so they override a file, 
 """
 
 _LEVELS: Final = tuple(dict.fromkeys(level for level, _ in PRECEDENCE))
-FLAGS: Final = frozenset({command_line.OVERRIDES, command_line.SOURCE, environment.TORCHRUN})
-FILES: Final = frozenset({accelerate_file.SOURCE, environment.SOURCE, environment.TORCHRUN})
+FLAGS: Final = frozenset({command_line.OVERRIDES, command_line.SOURCE, environment_variables.TORCHRUN})
+FILES: Final = frozenset({accelerate_file.SOURCE, environment_variables.SOURCE, environment_variables.TORCHRUN})
 """Levels of settings for many runs. That a level of ``FLAGS``, for one run, overrides them is a note, not a warning."""
 
 OTHER_ENGINES: Final = MappingProxyType({"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM"})
@@ -310,7 +310,7 @@ def _combine_reshard(settings: Settings, reshard: Setting, version: int, problem
         message = f"{strategy.written} is overridden by {reshard.origin}: the strategy is {other.value}."
         fix = f"Write {strategy.written.replace(strategy.value, other.value)}."
         problems.append(strategy.problem("FSDP-W103", message, fix))
-    elif reshard.origin.source == strategy.origin.source == environment.SOURCE:
+    elif reshard.origin.source == strategy.origin.source == environment_variables.SOURCE:
         # accelerate launch always sets both variables; each FSDP version reads one of them.
         if version == 2:
             settings["sharding.strategy"] = _strategy_of(reshard)

@@ -13,7 +13,7 @@ from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.sources.interface import enables_fsdp
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.precedence import OTHER_ENGINES
-from hf_fsdp_plugin.spec.values import is_class_name
+from hf_fsdp_plugin.spec.value_parsers import is_class_name
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.vocabulary import BY_NAME
 

@@ -6,21 +6,25 @@ several stored tensors: the experts of a layer are one parameter. Transformers' 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
+from hf_fsdp_plugin.checkpoint.file_io import InputFiles, object_in
 from hf_fsdp_plugin.checkpoint.formats.boxes import whole_box
 from hf_fsdp_plugin.checkpoint.formats.known_formats import format_named
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, StoredPiece, StoredTensor
-from hf_fsdp_plugin.checkpoint.io import InputFiles, object_in
 from hf_fsdp_plugin.checkpoint.names import is_adapter, is_wrapped_by_peft
 from hf_fsdp_plugin.checkpoint.reading.resharding import execute_transfers, plan_transfers
 from hf_fsdp_plugin.checkpoint.saved_state import whole_shard
+
+ROOT: Final = "model."
+"""The beginning of all names if torch's ``HuggingFaceStorageWriter`` has saved ``{"model": state}``: it joins keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,24 @@ def read_tensor(files: InputFiles, tensor: StoredTensor) -> torch.Tensor:
     values = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
     execute_transfers(files, plan_transfers(tensor, whole_shard(tensor.name, values).pieces))
     return values
+
+
+def without_root(stored: StoredModel, names: Set[str]) -> StoredModel:
+    """Return the model without the :data:`ROOT` of its names, if all names have it and those of its class do not.
+
+    Args:
+        names: those in the state dict of the model.
+    """
+    short = {name: name.removeprefix(ROOT) for name in stored.tensors}
+    if not has_root(stored) or not names.isdisjoint(short) or names.isdisjoint(short.values()):
+        return stored
+    tensors = {short[name]: replace(tensor, name=short[name]) for name, tensor in stored.tensors.items()}
+    return replace(stored, tensors=tensors)
+
+
+def has_root(stored: StoredModel) -> bool:
+    """Whether all names begin with :data:`ROOT`, which can also be that of a module of the model."""
+    return all(name.startswith(ROOT) for name in stored.tensors)
 
 
 def loaded_names(stored: StoredModel, model: Any) -> dict[str, tuple[str, str | None]]:
@@ -103,21 +125,26 @@ def loaded_groups(stored: StoredModel, model: Any) -> list[LoadedGroup]:
             groups.append(LoadedGroup((name,), {target: replace(stored.tensors[name], name=target)}))
         else:
             converted.setdefault(target, []).append((name, pattern))
-    rules = _converters(model) if converted else []
-    return [*groups, *(_converted(stored, model, rules, target, sources) for target, sources in converted.items())]
-
-
-def _converters(model: Any) -> list[Any]:
-    """Return Transformers' rules that compute a parameter from several stored tensors."""
     from transformers.core_model_loading import WeightConverter
 
-    return [entry for entry in _mapping(model) if isinstance(entry, WeightConverter)]
+    rules = [entry for entry in _mapping(model) if isinstance(entry, WeightConverter)] if converted else []
+    kept: dict[str, torch.Tensor] = {}
+    return [*groups, *(_converted(stored, model, rules, target, each, kept) for target, each in converted.items())]
 
 
 def _converted(
-    stored: StoredModel, model: Any, rules: list[Any], target: str, sources: list[tuple[str, str]]
+    stored: StoredModel,
+    model: Any,
+    rules: list[Any],
+    target: str,
+    sources: list[tuple[str, str]],
+    kept: dict[str, torch.Tensor],
 ) -> LoadedGroup:
-    """Return the parameters that one of the rules computes from ``sources``: names and patterns."""
+    """Return the parameters that one of the rules computes from ``sources``: names and patterns.
+
+    Args:
+        kept: for the groups of one model: the parameters of the last conversion that were not read yet.
+    """
     rule = next(entry for entry in rules if sources[0][1] in entry.source_patterns)
 
     def convert(read: Callable[[StoredTensor], torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -130,12 +157,15 @@ def _converted(
     def on_meta(tensor: StoredTensor) -> torch.Tensor:
         return torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
 
-    def one(name: str) -> Callable[[InputFiles], torch.Tensor]:
-        return lambda files: convert(lambda tensor: read_tensor(files, tensor))[name]
+    def one(name: str, files: InputFiles) -> torch.Tensor:
+        if name not in kept:
+            kept.clear()
+            kept.update(convert(lambda tensor: read_tensor(files, tensor)))
+        return kept.pop(name)
 
     found = convert(on_meta).items()
     dtypes = {name: str(value.dtype).removeprefix("torch.") for name, value in found}
-    targets = {name: computed(name, dtypes[name], tuple(value.shape), one(name)) for name, value in found}
+    targets = {name: computed(name, dtypes[name], tuple(value.shape), partial(one, name)) for name, value in found}
     return LoadedGroup(tuple(name for name, _ in sources), targets)
 
 

@@ -1,9 +1,8 @@
-"""Functions and classes that torch provides only with private names: for tracing, process groups, scaled gradients."""
+"""Functions and classes that torch provides only with private names: for tracing, process groups, states."""
 
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,6 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import nn
-from torch.amp.grad_scaler import GradScaler
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
@@ -53,7 +51,6 @@ scale_tensors = import_target("torch:_foreach_mul_", CONTRACTS)
 """(tensors, factor): multiplies all tensors in place, in one kernel launch if possible."""
 tensor_norms = import_target("torch:_foreach_norm", CONTRACTS)
 """(tensors, p, dtype=...): the p-norm of each tensor, computed in a dtype that is not narrower than its own."""
-_check_and_unscale_ = import_target("torch:_amp_foreach_non_finite_check_and_unscale_", CONTRACTS)
 
 ATTENTION_OPS = tuple(import_target(f"torch:ops.aten.{name}.default", CONTRACTS) for name in _ATTENTION)
 """The operators that ``scaled_dot_product_attention`` calls."""
@@ -236,46 +233,6 @@ def resolve_group(group: Any) -> dist.ProcessGroup | None:
     return group if isinstance(group, dist.ProcessGroup) else None
 
 
-class CollectiveGradScaler(GradScaler):
-    """Unscales this rank's part of each gradient, and skips a step on all ranks if any rank has an infinite gradient.
-
-    torch's scalers pass all gradients of a dtype to one kernel, which raises for DTensors beside plain tensors. FSDP1's
-    ``ShardedGradScaler`` does not reduce the result over the ranks if the optimizer is fused and nothing is clipped, so
-    that some ranks would skip a step. :meth:`unscale_` and :meth:`step` are collective.
-    """
-
-    def _unscale_grads_(
-        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
-    ) -> dict[torch.device, torch.Tensor]:
-        """Multiply the gradients by ``inv_scale`` in place. Collective.
-
-        Returns:
-            Whether any rank has an infinite gradient, as 1.0 or 0.0, on the device of the scale only: torch adds the
-            values of all devices, and fused optimizers skip a step if the sum is exactly 1.
-        """
-        for (device, _), gradients in _local_gradients(optimizer).items():
-            on_device = torch.zeros_like(found_inf, device=device)
-            _check_and_unscale_(gradients, on_device, inv_scale.to(device))
-            found_inf.copy_(torch.maximum(found_inf, on_device.to(found_inf.device)))
-        # Ranks with empty shards have gradients on fewer devices, so there is one collective for all of them.
-        dist.all_reduce(found_inf, dist.ReduceOp.MAX)
-        return {found_inf.device: found_inf}
-
-    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        # Accelerate calls it in `load_state`. A scaler that has been used has both, with the values that were loaded.
-        if self._growth_tracker is None:
-            super()._lazy_init_scale_growth_tracker(dev)
-
-    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
-        """Unscale the gradients and call ``optimizer.step``, unless a gradient is infinite. Collective."""
-        # Fused kernels of the CPU read the flag and the scale from asynchronous copies, before these have arrived.
-        if getattr(optimizer, "_step_supports_amp_scaling", False) and self._device != "cpu":
-            parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-            if any(parameter.device.type == "cpu" for parameter in parameters):
-                optimizer._step_supports_amp_scaling = False
-        return super().step(optimizer, *args, **kwargs)
-
-
 def can_create_state(optimizer: Any) -> bool:
     """Whether ``create_state`` works: the optimizer is an 8-bit, 4-bit or fp8 Adam of torchao (read from 0.18)."""
     return hasattr(optimizer, "_new_buffer") and type(optimizer).__module__.startswith("torchao.")
@@ -284,22 +241,6 @@ def can_create_state(optimizer: Any) -> bool:
 def create_state(optimizer: Any, parameter: torch.Tensor, key: str) -> Any:
     """Return the state tensor ``key`` of a parameter as in the first step: zeros, quantized if the shard is large."""
     return optimizer._new_buffer(parameter, key == "exp_avg")
-
-
-def _local_gradients(optimizer: torch.optim.Optimizer) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
-    """Return the memory of this rank's gradients, by device and dtype: each kernel takes one of both."""
-    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if (gradient := parameter.grad) is None:
-                continue
-            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            if local.is_sparse:
-                parameter.grad = local = local.coalesce()  # sums the values of equal indices: the sum may be inf
-                local = local.values()
-            if local.numel():
-                found[local.device, local.dtype].append(local)
-    return found
 
 
 _NONE_WITHOUT = ("allow_checkpointed_graphs", "current_backward", "timeout_of", "set_timeout", "resolve_group")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from hf_fsdp_plugin.sources.config_tree import ConfigFile
 from hf_fsdp_plugin.sources.interface import Sources
-from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.spec.load import assess
 from tests.support.launching import finish, is_gone, launch, launch_script, start_script, write
 from tests.support.matrices import slow

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_fsdp_plugin.torch_private.functions import CollectiveGradScaler
+from hf_fsdp_plugin.torch_private.grad_scaler import CollectiveGradScaler
 from tests.support.matrices import slow
 from tests.support.ranks import Ranks
 from tests.support.tiny import MODELS, parallel_config

@@ -1,4 +1,4 @@
-"""The tables in docs/results.md are generated from docs/results/*.json."""
+"""The tables in docs/results.md and docs/checkpoints.md are generated from docs/results/*.json."""
 
 from __future__ import annotations
 

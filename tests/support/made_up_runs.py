@@ -128,7 +128,7 @@ class MadeUpRun:
         from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord
         from hf_fsdp_plugin.checkpoint.names import dcp_file
         from hf_fsdp_plugin.checkpoint.writing import state_files
-        from hf_fsdp_plugin.checkpoint.writing.staging import RankRecord
+        from hf_fsdp_plugin.checkpoint.writing.staging_folder import RankRecord
 
         known: dict[Any, Any] = {}
         seconds = []

@@ -50,7 +50,7 @@ def test_accelerator_calls_functions_of_its_torch_module(name: str, monkeypatch:
     monkeypatch.setattr(torch, "get_device_module", lambda device_type: recorder)
     device.set_current(3)
     device.synchronize()
-    device.record_event()()
+    device.record_event().synchronize()
     assert (device.count(), device.current_index(), device.peak_memory(), device.is_initialized()) == (7, 7, 7, 7)
     calls = [("set_device", 3), ("synchronize",), ("Event",), ("record",), ("synchronize",)]
     assert recorder.calls[:5] == calls

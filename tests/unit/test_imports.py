@@ -132,7 +132,7 @@ def test_one_torch_free_file_reads_the_environment():
         for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv")
     }
-    assert readers == {"environment.py"}
+    assert readers == {"environment_variables.py"}
 
 
 @pytest.mark.parametrize("argv", [["check", "CONFIG"], ["check", "CONFIG", "--json"], ["schema"], ["--version"]])

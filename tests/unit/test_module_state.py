@@ -18,6 +18,7 @@ CACHES: Final = {
     "contracts.py: _read_table": _FILE,
     "checkpoint/saved_state.py: replica_of_ranks": "its arguments",
     "checkpoint/writing/dcp_files.py: _frame": "its arguments and the installed torch",
+    "checkpoint/writing/state_files.py: _versions": _INSTALLED,
     "hangs/python_stacks.py: _library_roots": _INSTALLED,
     "integrations/patching.py: _replacement": "a function of the package",
     "tools/plan/page.py: _macros": _FILE,
@@ -28,7 +29,7 @@ CACHES: Final = {
     "tools/doctor/contract_probe.py: tested_hashes": _FILE,
     "tools/doctor/contract_probe.py: text_of": _INSTALLED,
     "tools/plan/estimate/machines.py: _table": _FILE,
-    "tools/plan/estimate/memory/tracker.py: _attention_operators": _INSTALLED,
+    "tools/plan/estimate/memory/allocations.py: _attention_operators": _INSTALLED,
 }
 """Cached functions of modules -> what alone decides their result."""
 ATTRIBUTES: Final = {
@@ -36,7 +37,7 @@ ATTRIBUTES: Final = {
     "backends/ranks/agreement.py": "an exception that all ranks have",
     "backends/sharding/forwards.py": "a unit with the dtype of its inputs, which a compiled forward reads",
     "backends/sharding/script_access.py": "a method of this package",
-    "checkpoint/writing/file_parts.py": "a tensor of this package whose memory is pinned",
+    "checkpoint/writing/staging_buffers.py": "a tensor of this package whose memory is pinned",
     "integrations/accelerate/plugin.py": "the arguments of a plugin, which its copies have, too",
     "integrations/transformers/private.py": "a mark of Transformers that is hidden for a call",
     "spec/load.py": "a config that was made from a spec",

@@ -12,7 +12,7 @@ from hf_fsdp_plugin.text import (
     shorten,
     truncate_lines,
 )
-from hf_fsdp_plugin.tools.text import wrap_items
+from hf_fsdp_plugin.tools.common import wrap_items
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -27,7 +28,7 @@ from torch import nn
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hf_fsdp_plugin.backends.torch_types import shard_like
 from hf_fsdp_plugin.plan.names import canonical_name, named_parameters
@@ -233,27 +234,42 @@ StepCallback = Callable[[Optimizer, Any, Any], None]
 
 
 class _StepCallbacks(dict[object, StepCallback]):
-    """What is called after each step of every optimizer, by a key of its own."""
+    """What is called before or after each step of every optimizer, by a key of its own.
 
-    def __init__(self) -> None:
+    Args:
+        register: torch's function that adds a hook to all optimizers.
+    """
+
+    def __init__(self, register: Callable[[Any], object]) -> None:
         super().__init__()
-        register_optimizer_step_post_hook(self._call)
+        register(self._call)
 
     def _call(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for callback in list(self.values()):
             callback(optimizer, args, kwargs)
 
 
-_step_callbacks = process.owns(_StepCallbacks, kept=True)
+_before_steps = process.owns(partial(_StepCallbacks, register_optimizer_step_pre_hook), kept=True)
+_after_steps = process.owns(partial(_StepCallbacks, register_optimizer_step_post_hook), kept=True)
+
+
+def before_each_step(callback: StepCallback) -> Callable[[], None]:
+    """Call a function before each step of every optimizer, until the returned function is called, at any time."""
+    return _add_callback(_before_steps(), callback)
 
 
 def after_each_step(callback: StepCallback) -> Callable[[], None]:
-    """Call a function after each step of every optimizer, until the returned function is called.
+    """Call a function after each step of every optimizer, until the returned function is called, at any time."""
+    return _add_callback(_after_steps(), callback)
 
-    That may be at any time. A handle of torch must not be removed in a step, because torch iterates over the hooks
-    themselves: neither by a hook, nor by the finalizer of an object that Python collects meanwhile.
+
+def _add_callback(callbacks: _StepCallbacks, callback: StepCallback) -> Callable[[], None]:
+    """Add a function, and return the function that removes it.
+
+    A handle of torch must not be removed in a step, because torch iterates over the hooks themselves: neither by a
+    hook, nor by the finalizer of an object that Python collects meanwhile.
     """
-    key, callbacks = object(), _step_callbacks()
+    key = object()
     callbacks[key] = callback
 
     def end() -> None:

@@ -18,9 +18,9 @@ from typing import Final
 
 from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.errors import problem, refuse
+from hf_fsdp_plugin.checkpoint.file_io import read_file, read_range
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, read_manifest
-from hf_fsdp_plugin.checkpoint.io import read_file, read_range
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.text import format_names, plural
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN, file_problems_inside, raise_if_any, refuse
+from hf_fsdp_plugin.checkpoint.file_io import InputFiles, read_file, without_collection
 from hf_fsdp_plugin.checkpoint.formats import pickles, stored_tensors
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, element_span, is_within, row_major, whole_box
 from hf_fsdp_plugin.checkpoint.formats.dtypes import SIZES
@@ -24,7 +25,6 @@ from hf_fsdp_plugin.checkpoint.formats.stored_tensors import (
     without_replicas,
 )
 from hf_fsdp_plugin.checkpoint.formats.torch_files import TensorZips
-from hf_fsdp_plugin.checkpoint.io import InputFiles, read_file, without_collection
 from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, DCP_SUFFIX, FSDP_MODEL, OPTIMIZER, numbered_name
 
 

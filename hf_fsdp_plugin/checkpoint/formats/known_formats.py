@@ -13,9 +13,9 @@ from typing import Final
 
 from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.errors import refuse
+from hf_fsdp_plugin.checkpoint.file_io import object_in
 from hf_fsdp_plugin.checkpoint.formats import dcp, hf_shards, safetensors, torch_files
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, StoredOptimizer, StoredState
-from hf_fsdp_plugin.checkpoint.io import object_in
 from hf_fsdp_plugin.spec.fsdp_spec import StateDictKind
 
 

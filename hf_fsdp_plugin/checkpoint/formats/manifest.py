@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: its contents, its settings, and hashes of all bytes. It marks a finished checkpoint.
 
 ``fsdp_manifest.json`` is written last, after every file that it lists. ``docs/manifest.md`` is its specification.
-``checkpoint.io`` computes the hashes.
+``checkpoint.hashes`` computes the hashes.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hf_fsdp_plugin.checkpoint import io
 from hf_fsdp_plugin.checkpoint.errors import name_problem, raise_if_any, refuse
+from hf_fsdp_plugin.checkpoint.file_io import read_file, without_collection, write_atomically
+from hf_fsdp_plugin.checkpoint.hashes import HASH, hash_bytes, hash_file
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.spec.fsdp_spec import StateDictKind
@@ -110,22 +111,22 @@ def to_text(m: Manifest) -> str:
     if not m.run:
         del plain["run"]
     files = [{"path": file.path, "size": file.size, "ranges": file.ranges} for file in m.files]
-    tree = {"format": FORMAT, "version": VERSION, "hash": io.HASH, **plain}
+    tree = {"format": FORMAT, "version": VERSION, "hash": HASH, **plain}
     tree |= {"parameters": parameters, "files": files, "manifest_hash": ""}
     text = "{\n" + ",\n".join(f"  {json.dumps(key)}: {_by_line(key, value)}" for key, value in tree.items()) + "\n}\n"
-    return text.replace(_hash_entry(""), _hash_entry(io.hash_bytes(text.encode())))
+    return text.replace(_hash_entry(""), _hash_entry(hash_bytes(text.encode())))
 
 
 def write_manifest(folder: Path, m: Manifest) -> None:
     """Write ``fsdp_manifest.json`` to ``folder``, atomically."""
-    io.write_atomically(folder / MANIFEST_NAME, to_text(m))
+    write_atomically(folder / MANIFEST_NAME, to_text(m))
 
 
 def record_file(root: Path, relative: str) -> FileRecord:
     """Return the record of a file without tensors: the whole file is one range."""
     path = root / relative
     size = path.stat().st_size
-    whole = FileRange(0, size, io.hash_file(path, 0, size))
+    whole = FileRange(0, size, hash_file(path, 0, size))
     return FileRecord(path=relative, size=size, ranges=(whole,) if size else ())
 
 
@@ -156,7 +157,7 @@ def _by_line(key: str, value: Any) -> str:
     return json.dumps(value)
 
 
-@io.without_collection()
+@without_collection()
 def read_manifest(folder: Path) -> Manifest | None:
     """Return the manifest of a checkpoint folder, or ``None`` if there is none.
 
@@ -166,7 +167,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     """
     path = folder / MANIFEST_NAME
     try:
-        data = io.read_file(path)
+        data = read_file(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -213,12 +214,12 @@ def _parse(path: Path, data: bytes) -> dict[str, Any]:
         found = tree.get("format") if isinstance(tree, dict) else tree
         refuse("FSDP-E463", path, f"is not a manifest: its format is {found!r:.60}, expected '{FORMAT}'.")
     version: Any = tree.get("version")
-    if version not in (VERSION, _WITH_HASH_FILE) or tree.get("hash") != io.HASH:
+    if version not in (VERSION, _WITH_HASH_FILE) or tree.get("hash") != HASH:
         message = f"has manifest version {version!r:.60} and hash {tree.get('hash')!r:.60}; this hf_fsdp_plugin reads "
         fix = "Install the hf_fsdp_plugin that wrote the checkpoint, or a later one."
-        refuse("FSDP-E465", path, f"{message}version {VERSION} with hash '{io.HASH}'.", fix)
+        refuse("FSDP-E465", path, f"{message}version {VERSION} with hash '{HASH}'.", fix)
     # The hash covers every byte, including whitespace.
     digest = tree.get("manifest_hash")
-    if io.hash_bytes(data.replace(_hash_entry(str(digest)).encode(), _hash_entry("").encode())) != digest:
+    if hash_bytes(data.replace(_hash_entry(str(digest)).encode(), _hash_entry("").encode())) != digest:
         refuse("FSDP-E464", path, "is damaged: its manifest_hash does not match its contents.")
     return tree

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_fsdp_plugin.checkpoint.errors import refuse
+from hf_fsdp_plugin.checkpoint.file_io import without_collection
 from hf_fsdp_plugin.checkpoint.formats.dtypes import SIZES
-from hf_fsdp_plugin.checkpoint.io import without_collection
 
 
 class PickledStorage(NamedTuple):

@@ -21,9 +21,9 @@ from safetensors import SafetensorError, safe_open
 
 from hf_fsdp_plugin.checkpoint import errors
 from hf_fsdp_plugin.checkpoint import names as file_names
+from hf_fsdp_plugin.checkpoint.file_io import object_in, open_for_reading, read_file
 from hf_fsdp_plugin.checkpoint.formats.dtypes import SAFETENSORS_NAMES, SIZES, dtype_size
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredState, tensor_in_file
-from hf_fsdp_plugin.checkpoint.io import object_in, open_for_reading, read_file
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_names, plural
 
@@ -241,7 +241,7 @@ def read_safetensors(root: Path, name: str) -> StoredState | None:
             entry = entries[key]
             tensors[key,] = tensor_in_file(key, entry.dtype, entry.shape, shard, entry.offset)
     if SHARDING_INFO in metadata and listed:  # before the absent tensors, which follow from it
-        _check_one_writer(index, sum(num_bytes(tensor.dtype, tensor.shape) for tensor in tensors.values()))
+        _check_one_writer(index, sum(tensor.num_bytes for tensor in tensors.values()))
     errors.raise_if_any(problems)
     return StoredState(tensors, files, root)
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN, refuse
+from hf_fsdp_plugin.checkpoint.file_io import read_range
 from hf_fsdp_plugin.checkpoint.formats import boxes, dtypes
-from hf_fsdp_plugin.checkpoint.io import read_range
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.text import format_names, plural
 
@@ -69,6 +69,10 @@ class StoredTensor:
     shape: tuple[int, ...]
     pieces: tuple[StoredPiece, ...]
     open_archive: Callable[[StoredTensor, StoredPiece], StoredPiece] | None = field(default=None, compare=False)
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * dtypes.dtype_size(self.dtype)
 
     def uncovered(self) -> int:
         """Return the number of elements that are in no piece."""

@@ -22,12 +22,12 @@ from typing import Any, BinaryIO, Final, NoReturn
 
 from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.errors import COPY_ALL_RANKS, file_problems_inside, problem, raise_if_any, refuse
+from hf_fsdp_plugin.checkpoint.file_io import open_for_reading, read_into
 from hf_fsdp_plugin.checkpoint.formats import boxes, dtypes, pickles, stored_tensors
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box
 from hf_fsdp_plugin.checkpoint.formats.pickles import Distributed, PickledTensor
 from hf_fsdp_plugin.checkpoint.formats.safetensors import read_weight_map
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredPiece, StoredState, StoredTensor
-from hf_fsdp_plugin.checkpoint.io import open_for_reading, read_into
 from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.torch_private.modules import LOCAL_TENSOR_ATTRIBUTE
 

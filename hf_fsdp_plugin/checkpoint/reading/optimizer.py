@@ -22,11 +22,11 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_plugin.backends.optimizers.parameters import step_mode
 from hf_fsdp_plugin.backends.torch_types import dtensor_like, move_scalars
 from hf_fsdp_plugin.checkpoint.errors import problem, raise_if_any, refuse
+from hf_fsdp_plugin.checkpoint.file_io import InputFiles
 from hf_fsdp_plugin.checkpoint.formats import optimizer_state
 from hf_fsdp_plugin.checkpoint.formats.boxes import whole_box
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_optimizer
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredOptimizer, StoredTensor
-from hf_fsdp_plugin.checkpoint.io import InputFiles
 from hf_fsdp_plugin.checkpoint.reading import resharding
 from hf_fsdp_plugin.checkpoint.saved_state import LocalShard, ModelShards, Piece, parameter_shards
 from hf_fsdp_plugin.state import find_part, parts_of

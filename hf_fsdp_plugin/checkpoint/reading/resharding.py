@@ -27,11 +27,11 @@ from hf_fsdp_plugin.backends.sharding.buffers import persistent_buffers
 from hf_fsdp_plugin.backends.torch_types import PinnedWindows, wait_for_reads
 from hf_fsdp_plugin.checkpoint.checking.verify import check_headers, files_of_checkpoint
 from hf_fsdp_plugin.checkpoint.errors import problem, raise_if_any
+from hf_fsdp_plugin.checkpoint.file_io import MAX_SPAN, InputFiles
 from hf_fsdp_plugin.checkpoint.folders import check_visible
 from hf_fsdp_plugin.checkpoint.formats import boxes
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import Stored, StoredModel, StoredTensor
-from hf_fsdp_plugin.checkpoint.io import MAX_SPAN, InputFiles
 from hf_fsdp_plugin.checkpoint.saved_state import ModelShards, Piece, model_shards
 from hf_fsdp_plugin.messages import progress_bar
 from hf_fsdp_plugin.plan.names import unwrapped

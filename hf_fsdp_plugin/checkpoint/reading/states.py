@@ -24,9 +24,9 @@ from hf_fsdp_plugin.backends.ranks.agreement import broadcast_object, on_all_ran
 from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.checking.verify import REPLACE_FILE, VerifiedFiles
 from hf_fsdp_plugin.checkpoint.errors import problems_of, raise_if_any, refuse
+from hf_fsdp_plugin.checkpoint.file_io import open_for_reading
 from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest
 from hf_fsdp_plugin.checkpoint.formats.torch_files import compare_checksums
-from hf_fsdp_plugin.checkpoint.io import open_for_reading
 from hf_fsdp_plugin.text import format_names
 
 _ALLOW = (

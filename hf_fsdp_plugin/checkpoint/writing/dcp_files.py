@@ -24,13 +24,14 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.serialization import skip_data
 
 from hf_fsdp_plugin.backends.torch_types import move_scalars
+from hf_fsdp_plugin.checkpoint.file_io import open_for_reading, sync, without_collection
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRecord
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StatePath, TiedPaths, entry_name
 from hf_fsdp_plugin.checkpoint.formats.torch_files import TorchZip
-from hf_fsdp_plugin.checkpoint.io import open_for_reading, sync, without_collection
 from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, ENTRY_ALIGNMENT, dcp_file
 from hf_fsdp_plugin.checkpoint.saved_state import LocalShard, shards_to_write
-from hf_fsdp_plugin.checkpoint.writing.file_parts import Content, FilePart, Item, PartWriter, bytes_of, whole_file
+from hf_fsdp_plugin.checkpoint.writing.file_parts import Content, FilePart, Item, bytes_of, whole_file
+from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter
 from hf_fsdp_plugin.torch_private.functions import StorageInfo
 
 

@@ -14,7 +14,7 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_fsdp_plugin.backends.optimizers.parameters import JointModels, after_each_step
+from hf_fsdp_plugin.backends.optimizers.parameters import JointModels, after_each_step, before_each_step
 from hf_fsdp_plugin.backends.ranks.agreement import broadcast_object, on_all_ranks
 from hf_fsdp_plugin.backends.ranks.cluster import ranks_per_machine
 from hf_fsdp_plugin.backends.sharding.buffers import send_buffers
@@ -33,10 +33,13 @@ from hf_fsdp_plugin.checkpoint.errors import os_errors_as_problems
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRecord, Manifest
 from hf_fsdp_plugin.checkpoint.saved_state import model_shards, optimizer_shards
 from hf_fsdp_plugin.checkpoint.storage import Storage
-from hf_fsdp_plugin.checkpoint.writing import file_parts, state_files
+from hf_fsdp_plugin.checkpoint.writing import state_files
+from hf_fsdp_plugin.checkpoint.writing.copies import ShardCopies
 from hf_fsdp_plugin.checkpoint.writing.dcp_files import FolderEntries, StateFiles, complete_folders
-from hf_fsdp_plugin.checkpoint.writing.staging import RankRecord, StagingFolder
-from hf_fsdp_plugin.checkpoint.writing.stored_staging import StoredStaging
+from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter
+from hf_fsdp_plugin.checkpoint.writing.staging_buffers import StagingBuffers
+from hf_fsdp_plugin.checkpoint.writing.staging_folder import RankRecord, StagingFolder
+from hf_fsdp_plugin.checkpoint.writing.stored_staging_folder import StoredStaging
 from hf_fsdp_plugin.devices import available_device
 from hf_fsdp_plugin.host_memory import available_memory
 from hf_fsdp_plugin.messages import print_once
@@ -68,6 +71,7 @@ class CheckpointManager:
         saved_kinds: model -> state dict types of all checkpoints with an optimizer of it.
         saved_asynchronously: model -> whether its last checkpoint was written in the background.
         storage_url: URL of the storage to which the last checkpoint was saved; ``None`` for a folder.
+        copies_at_once: whether asynchronous saves copy before they return, because a script has changed weights early.
         has_lost_save: whether the last save in the background ended without a checkpoint (FSDP-W428).
     """
 
@@ -83,14 +87,14 @@ class CheckpointManager:
             check_model: called with each model before it is saved.
         """
         self._in_flight_file, self._check_model = in_flight_file, check_model
-        self.writer = file_parts.PartWriter()
+        self.writer = PartWriter()
         self.save_in_flight: Save | None = None
         self.saved_kinds: WeakKeyDictionary[nn.Module, set[StateDictKind]] = WeakKeyDictionary()
         self.saved_asynchronously: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
         self.storage_url: str | None = None
-        self.has_lost_save = False
+        self.has_lost_save = self.copies_at_once = False
         self._open: Save | None = None
-        self.buffers = file_parts.StagingBuffers()
+        self.buffers = StagingBuffers()
         self._has_warned = False
         self._hooks = ExitStack()  # of the save in flight
         self._group: dist.ProcessGroup | None = None
@@ -145,7 +149,9 @@ class CheckpointManager:
             self._cpu_group()  # created here, because that is collective
             self.save_in_flight = save
             self._hooks = hooks_of(save, self._poll, self._in_flight_file())  # optimizer steps, exit and SIGTERM
-            save.start(contents, after)  # in a thread: write the copies, then the steps of finish
+            save.start(contents, after)  # in a thread: copy, write the copies, then the steps of finish
+            if self.copies_at_once or not save.has_optimizers or save.changes_weights_between_steps:
+                save.copies.wait_in_stream()
 
     def use_storage(self, url: str) -> tuple[Storage, str]:
         """Return the storage of a URL, which only this run writes from now on, and the token of the run.
@@ -208,7 +214,8 @@ class CheckpointManager:
         self._check_model(model)
         send_buffers(model)  # a resumed run has rank 0's buffers on all ranks, and so has the run that continues
         with on_all_ranks("reading the layout of the model"):
-            shards = model_shards(model, only_trained=adapter_only)
+            is_later = isinstance(into, Save) and into.asynchronous
+            shards = model_shards(model, only_trained=adapter_only, copy_buffers=is_later)
             files = state_files.model_files(shards, kind, index, max_shard_size=max_shard_size)
         self._write(into, files)
         if isinstance(into, Save):
@@ -222,32 +229,24 @@ class CheckpointManager:
         with on_all_ranks("reading the layout of the optimizer"):
             files = state_files.optimizer_files(optimizer_shards(model, optimizer), index)
         self._write(into, files)
+        if isinstance(into, Save):
+            into.has_optimizers = True
+            # Such as the optimizers of schedule-free, whose train() and eval() exchange the weights.
+            into.changes_weights_between_steps |= hasattr(optimizer, "train")
         for owner in model.values() if isinstance(model, JointModels) else (model,):
             self.saved_kinds.setdefault(owner, set()).add(kind)
             if isinstance(into, Save):
                 self.saved_asynchronously[owner] = into.asynchronous
 
-    def prepare_buffers(
-        self, models: Iterable[nn.Module], pairs: Iterable[tuple[nn.Module, torch.optim.Optimizer]], kind: StateDictKind
-    ) -> None:
-        """Allocate the memory of an asynchronous save in the background, if there is enough. Not collective.
-
-        Args:
-            pairs: models and optimizers, after the optimizer's first step, which creates its state.
-        """
-        files = [state_files.model_files(model_shards(model), kind) for model in models]
-        files += [state_files.optimizer_files(optimizer_shards(model, optimizer)) for model, optimizer in pairs]
-        pinned = any(file_parts.on_accelerator(state.parts) for state in files)
-        sizes = [sum(part.span for part in state.parts) for state in files]
-        if self._fits(self.buffers.missing(dict(enumerate(sizes))), _memory_of_rank()):
-            self.buffers.prepare(sizes, pinned=pinned)
-
-    def fits_on_all_ranks(self, number: int, size: int) -> bool:
-        """Return whether all ranks have the memory for buffer ``number`` of an asynchronous save. Collective.
+    def fits_on_all_ranks(self, sizes: Mapping[int, int]) -> bool:
+        """Return whether all ranks have the memory for the buffers of an asynchronous save. Collective.
 
         Each machine is asked before any of its ranks allocates. All ranks get the same result.
+
+        Args:
+            sizes: number of a buffer -> bytes.
         """
-        figures = torch.tensor([self.buffers.missing({number: size}), -_memory_of_rank()], device="cpu")
+        figures = torch.tensor([self.buffers.missing(sizes), -_memory_of_rank()], device="cpu")
         dist.all_reduce(figures, op=dist.ReduceOp.MAX, group=self._cpu_group())
         missing, available = figures.tolist()
         return self._fits(missing, -available)
@@ -299,6 +298,12 @@ class CheckpointManager:
         return self._group
 
 
+def lower_thread_priority() -> None:
+    """Give the calling thread (on Linux, only this thread) the lowest priority, so that it uses only idle cores."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+
+
 def _memory_of_rank() -> int:
     """Return the bytes of memory that this rank may allocate for copies: its part of what the machine has available."""
     ranks = ranks_per_machine(os.environ, dist.get_world_size(), available_device().count())
@@ -327,6 +332,9 @@ class Save:
         final: path of the checkpoint after the commit.
         folder: the folder to which Accelerate and Transformers write their files.
         models: indices of the saved models.
+        has_optimizers: whether optimizers were saved, which otherwise may change weights at any time.
+        changes_weights_between_steps: whether one of them also changes weights outside of its step.
+        copies: the copies of an asynchronous save.
         asynchronous: whether it is written in the background. If not all ranks have the memory for a copy, the rest of
             an asynchronous save is written at once, and only the commit is in the background.
         world_size: number of ranks that write.
@@ -337,32 +345,29 @@ class Save:
         self.staging = staging
         self.final, self.folder = self.staging.final, self.staging.folder
         self.models: set[int] = set()
+        self.has_optimizers = self.changes_weights_between_steps = False
         self.asynchronous = asynchronous
-        self._writer, self._buffers = manager.writer, manager.buffers
-        self._fits = manager.fits_on_all_ranks
+        self._manager = manager
         # Stored, because a save may outlive the process group.
         self._rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._records: list[FileRecord] = []
         self._entries: list[FolderEntries] = []
-        self._staged: list[tuple[list[file_parts.FilePart], torch.Tensor, Callable[[], None]]] = []
+        self.copies = ShardCopies(manager.buffers)
         self._thread: threading.Thread | None = None
         self._record_written = self.has_failed = False
         self._error: Exception | None = None
 
     def write(self, files: StateFiles) -> None:
-        """Write this rank's parts. An asynchronous save copies them now and writes them later, if there is memory."""
-        size = sum(part.span for part in files.parts)
-        if self.asynchronous and not self._fits(len(self._staged), size):
-            self.asynchronous = False
-            if not self._staged:
-                self._buffers.close()  # some ranks may have allocated what others need: the next save asks again
+        """Write this rank's parts. An asynchronous save copies and writes them later, if there is memory."""
+        sizes = self.copies.sizes()
+        sizes[len(sizes)] = sum(part.span for part in files.parts)
+        self.asynchronous = self.asynchronous and self._manager.fits_on_all_ranks(sizes)
+        self._entries += files.entries
+        if self.asynchronous:
+            self.copies.add(files.parts)
+            return
         with on_all_ranks(f"writing {self.final}"), os_errors_as_problems(self.final):
-            self._entries += files.entries
-            if self.asynchronous:
-                memory = self._buffers.take(len(self._staged), size, pinned=file_parts.on_accelerator(files.parts))
-                self._staged.append((files.parts, memory, file_parts.copy_parts(files.parts, memory)))
-            else:
-                self._records += self._writer.write(self.folder, files.parts)
+            self._records += self._manager.writer.write(self.folder, files.parts)
 
     def finish(self, manifest: Manifest, after: Callable[[], None] | None) -> None:
         """Write the record of this rank. Rank 0 then commits the checkpoint and calls ``after``."""
@@ -372,18 +377,19 @@ class Save:
             self._commit(manifest, after)
 
     def start(self, manifest: Manifest, after: Callable[[], None] | None) -> None:
-        """Write the copies and commit them in the background."""
+        """Copy this rank's shards, write the copies and commit them, in the background."""
+        self.copies.begin()
         self._thread = threading.Thread(target=self._run, args=(manifest, after), name="hf-fsdp-save", daemon=True)
         self._thread.start()
 
     def _run(self, manifest: Manifest, after: Callable[[], None] | None) -> None:
-        """Body of the background thread. Uses no collectives and no tensors of the model."""
-        file_parts.lower_thread_priority()
+        """Body of the background thread. Uses no collectives."""
         try:
             with os_errors_as_problems(self.final):
-                for parts, memory, wait_for_copies in self._staged:
-                    wait_for_copies()
-                    self._records += self._writer.write_staged(self.folder, parts, memory)
+                self.copies.take()  # the next optimizer step waits for it
+                lower_thread_priority()
+                for parts, memory in self.copies.staged():
+                    self._records += self._manager.writer.write_staged(self.folder, parts, memory)
                 self._write_record()
                 self._commit(manifest, after)
         except Exception as error:
@@ -428,15 +434,18 @@ class Save:
                     if self._error is not None and not isinstance(self._error, _OtherRankFailed):
                         raise self._error
             except CheckpointError as error:
-                self.staging.report(error)
+                problem = error.problems[0]
+                if problem.code == "FSDP-W435":  # a WeightsChangedError of any rank
+                    self._manager.copies_at_once = True
+                    print_once(replace(problem, message=f"{self.final.name}: {problem.message}"))
+                else:
+                    self.staging.report(error)
             finally:
                 self.discard()
         return failed or not writing
 
     def discard(self) -> None:
         """Remove the written files. Called when all ranks have raised an error."""
-        for _, _, wait_for_copies in self._staged:
-            wait_for_copies()  # before the memory is unpinned
         if self._rank == 0 or not self.staging.is_shared:
             self.staging.discard()
 
@@ -487,6 +496,7 @@ def hooks_of(save: Save, poll: Callable[[], object], marker: Path | None) -> Exi
     if marker is not None:
         with suppress(OSError):
             marker.touch()
+    hooks.callback(before_each_step(lambda *_: save.copies.wait_in_stream()))
     hooks.callback(after_each_step(poll_after_step))
     atexit.register(save.join_at_exit)  # no collective: the other ranks may have exited
     hooks.callback(atexit.unregister, save.join_at_exit)

@@ -17,6 +17,7 @@ Each rank writes its own shards. No communication.
 from __future__ import annotations
 
 import datetime
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -129,7 +130,6 @@ def manifest_of(model: nn.Module, kind: StateDictKind, *, adapter_only: bool = F
     shards = model_shards(model, only_trained=adapter_only)
     parameters = {shard.name: (shard.dtype_name, shard.shape) for shard in shards.tensors}
     parameters |= {alias: parameters[name] for alias, name in shards.aliases.items()}
-    versions = {name: version(name) for name in ("torch", "transformers", "accelerate")}
     return Manifest(
         kind=kind,
         backend=plan.backend,
@@ -137,13 +137,18 @@ def manifest_of(model: nn.Module, kind: StateDictKind, *, adapter_only: bool = F
         mesh=plan.mesh.axes(),
         strategy=plan.strategy,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        versions={"hf_fsdp_plugin": __version__, **versions},
+        versions=_versions(),
         settings={name: value for name, value in plan.settings() if not name.startswith("launch.")},
         parameters=parameters,
         ties=tuple(tuple(group) for group in shards.names().values() if len(group) > 1),
         files=(),
         **facts,
     )
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    return {"hf_fsdp_plugin": __version__, **{name: version(name) for name in ("torch", "transformers", "accelerate")}}
 
 
 _BATCH_BYTES: Final = 1 << 30

@@ -42,7 +42,8 @@ from hf_fsdp_plugin.sources.script_objects import DATA_SIZES, FSDP_SIZES
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import with_script_settings
 from hf_fsdp_plugin.spec.rules import fsdp_is_off
-from hf_fsdp_plugin.torch_private.functions import CollectiveGradScaler, set_timeout, timeout_of
+from hf_fsdp_plugin.torch_private.functions import set_timeout, timeout_of
+from hf_fsdp_plugin.torch_private.grad_scaler import CollectiveGradScaler
 from hf_fsdp_plugin.torch_private.modules import entries_in_block
 
 SOURCE: Final = "Accelerator()"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import os
@@ -17,7 +16,7 @@ from torch.optim import Optimizer
 from hf_fsdp_plugin.backends.loading.deferred_weights import check_can_fill
 from hf_fsdp_plugin.backends.loading.equal_weights import check_same_weights
 from hf_fsdp_plugin.backends.optimizers.known_optimizers import apply_step_mode
-from hf_fsdp_plugin.backends.optimizers.parameters import check_groups, foreign_parameters, has_parameters_of, owner_of
+from hf_fsdp_plugin.backends.optimizers.parameters import check_groups, foreign_parameters, has_parameters_of
 from hf_fsdp_plugin.backends.ranks import agreement
 from hf_fsdp_plugin.backends.ranks.cluster import ranks_per_machine
 from hf_fsdp_plugin.backends.sharding import shard as sharding
@@ -39,7 +38,7 @@ from hf_fsdp_plugin.plan.parameters import with_padding_warning
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.plan.units import distributed_config_of
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec, StateDictKind
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.torch_private.functions import allow_checkpointed_graphs
 from hf_fsdp_plugin.torch_private.modules import compile_call, compiled_module
 
@@ -253,25 +252,7 @@ def _prepare_optimizers(accelerator: Any, optimizers: Sequence[Optimizer]) -> No
         plugin.adapted_optimizers.update(optimizers)
         if storage := plugin.spec.checkpoint.storage:
             saving.manager().use_storage(storage)  # its problems are reported before the training
-        if plugin.spec.checkpoint.asynchronous:
-            _prepare_buffers_after_first_step(accelerator, optimizers[-1])
     run_report.track_run(accelerator)
-
-
-def _prepare_buffers_after_first_step(accelerator: Any, last: Optimizer) -> None:
-    """After the first step of the last optimizer, start to allocate the memory of asynchronous saves in the background.
-
-    Before the first step, an optimizer has no state, so the size of the save is unknown.
-    """
-    kind: StateDictKind = accelerator.state.fsdp_plugin.state_dict_kind
-
-    @functools.cache
-    def prepare_once() -> None:
-        models = [model for model in private.prepared_models(accelerator) if sharding.plan_of(model) is not None]
-        owners = [(owner_of(each, models), each) for each in _optimizers_of(accelerator)]
-        saving.manager().prepare_buffers(models, [(owner, each) for owner, each in owners if owner is not None], kind)
-
-    last.register_step_post_hook(lambda *_: prepare_once())
 
 
 def _adapt_steps(accelerator: Any, optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> None:

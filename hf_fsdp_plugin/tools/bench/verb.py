@@ -27,16 +27,15 @@ from hf_fsdp_plugin.launcher.world import FoundDevices, World, find_devices, num
 from hf_fsdp_plugin.problems import Problem, SpecError, UsageError, has_errors
 from hf_fsdp_plugin.rank_variables import HANG_LIMIT_VARIABLE
 from hf_fsdp_plugin.runs.failures import AttemptResult, summarize_exit
-from hf_fsdp_plugin.sources.environment import variables_without_torchrun
+from hf_fsdp_plugin.sources.config_tree import ConfigFile
+from hf_fsdp_plugin.sources.environment_variables import variables_without_torchrun
 from hf_fsdp_plugin.sources.handover import LaunchHandover
 from hf_fsdp_plugin.sources.interface import Sources, SourceSettings
-from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import add_settings, combine, read_settings
 from hf_fsdp_plugin.text import format_memory
 from hf_fsdp_plugin.tools.bench import cases as bench
-from hf_fsdp_plugin.tools.bench.cases import Case, CaseGroup
-from hf_fsdp_plugin.tools.bench.results import Results, bench_text
+from hf_fsdp_plugin.tools.bench.cases import Case, CaseGroup, Results, bench_text
 from hf_fsdp_plugin.tools.check.output import load_meta_model
 from hf_fsdp_plugin.tools.common import run_job, whole_number
 from hf_fsdp_plugin.tools.convert.conversion import print_conversion, with_converted_config
@@ -83,9 +82,8 @@ def run(args: argparse.Namespace) -> int:
     problems: list[Problem] = []
     try:
         given, spec = _settings(args, problems)
-        model, model_problems = load_meta_model(args.model)
-        problems += model_problems
-        if model is None or has_errors(problems):
+        model = load_meta_model(args.model)
+        if has_errors(problems):
             raise SpecError(problems)
         found = find_devices()
         worlds = _find_worlds(args.world_sizes, spec, found, problems)

@@ -6,22 +6,22 @@ The plan of a model imports torch when it is made.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.cli import output
 from hf_fsdp_plugin.cli.output import Color, colored
 from hf_fsdp_plugin.problems import DEFAULT_ORIGIN, Origin, Problem, SpecError, has_errors
+from hf_fsdp_plugin.sources.config_tree import ConfigFile
 from hf_fsdp_plugin.sources.interface import Sources, SourceSettings
-from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.spec.defaults import FAMILY_DEFAULTS
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.spec.rules import fsdp_is_off
-from hf_fsdp_plugin.spec.values import setting_to_json
+from hf_fsdp_plugin.spec.value_parsers import setting_to_json
 from hf_fsdp_plugin.text import format_value, plural, printable, wrap_words
-from hf_fsdp_plugin.tools.common import colored_table
-from hf_fsdp_plugin.tools.text import wrap_items
+from hf_fsdp_plugin.tools.common import colored_table, wrap_items
 from hf_fsdp_plugin.vocabulary import BY_NAME, ROWS, canonical_setting, find_row
 
 if TYPE_CHECKING:
@@ -106,11 +106,9 @@ def check_sources(
     if not has_errors(problems):
         problems += _check_defaults_without_script(spec)
     config = sources.config.shown if isinstance(sources.config, ConfigFile) else None
-    problems = output.in_line_order(dict.fromkeys(problems))
-    code = output.exit_code(problems, config)
-    return Checked(
-        config=config, spec=spec, problems=tuple(problems), plan=plan, exit_code=code, converted=sources.converted
-    )
+    found = tuple(output.in_line_order(dict.fromkeys(problems)))
+    code = output.exit_code(found, config)
+    return Checked(config=config, spec=spec, problems=found, plan=plan, exit_code=code, converted=sources.converted)
 
 
 def plan_of_model(
@@ -121,12 +119,11 @@ def plan_of_model(
     Args:
         model: a folder with a ``config.json``, or a hub id.
     """
-    built, problems = load_meta_model(model)
-    return (
-        (None, problems)
-        if built is None
-        else plan_with_problems(spec, built, world_size=world_size, device_type=device_type)
-    )
+    try:
+        built = load_meta_model(model)
+    except SpecError as error:
+        return None, error.problems
+    return plan_with_problems(spec, built, world_size=world_size, device_type=device_type)
 
 
 def plan_with_problems(
@@ -143,24 +140,27 @@ def plan_with_problems(
     return plan, plan.problems
 
 
-def load_meta_model(model: str) -> tuple[nn.Module | None, tuple[Problem, ...]]:
-    """Return the model on the meta device; ``None`` and the reason if it does not exist or cannot be built."""
+def load_meta_model(model: str) -> nn.Module:
+    """Return the model on the meta device. Raises ``SpecError`` if it does not exist or cannot be built (FSDP-E709)."""
     from hf_fsdp_plugin.plan.meta_model import meta_model
 
+    with reading_model(model):
+        return meta_model(model)
+
+
+@contextmanager
+def reading_model(model: str) -> Iterator[None]:
+    """Raise ``SpecError`` (FSDP-E709) if the block fails because a model does not exist or cannot be built."""
     try:
-        return meta_model(model), ()
-    except SpecError as error:
-        return None, error.problems
+        yield
+    except SpecError:
+        raise
     except (ValueError, OSError) as error:
         message = " ".join(str(error).split())
         has_advice = any(f"{word} " in message for word in ("Give", "Correct", "Name"))
-        problem = Problem(
-            code="FSDP-E709",
-            message=message,
-            fix="" if has_advice else "Give a directory with a config.json, or the name of a model in the local cache.",
-            origin=Origin(source="--model", spelling="--model", text=model),
-        )
-        return None, (problem,)
+        fix = "" if has_advice else "Give a directory with a config.json, or the name of a model in the local cache."
+        origin = Origin(source="--model", spelling="--model", text=model)
+        raise SpecError([Problem(code="FSDP-E709", message=message, fix=fix, origin=origin)]) from error
 
 
 def settings_table(spec: FsdpSpec, problems: Sequence[Problem], shown: str | None) -> str:
@@ -243,10 +243,8 @@ def describe_run(spec: FsdpSpec) -> str:
     precision = f"fp8 and {precision}" if spec.uses_fp8 else precision
     text = f"Runs FSDP{spec.fsdp.version} {spec.sharding.strategy} {on}; {_units(spec)}; {precision}."
     if of_script := _defaults_of_script(spec):
-        scripted = spec.with_values(of_script, {})
-        text += (
-            f" If TrainingArguments in the script set fsdp, it runs FSDP{scripted.fsdp.version}; {_units(scripted)}."
-        )
+        other = spec.with_values(of_script, {})
+        text += f" If TrainingArguments in the script set fsdp, it runs FSDP{other.fsdp.version}; {_units(other)}."
     return text
 
 

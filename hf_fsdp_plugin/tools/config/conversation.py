@@ -19,15 +19,15 @@ from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_count, format_memory, wrap_words
 from hf_fsdp_plugin.tools.check.output import load_meta_model
+from hf_fsdp_plugin.tools.common import parse_bytes
 from hf_fsdp_plugin.tools.config.text import stock_limits
-from hf_fsdp_plugin.tools.text import parse_bytes
+from hf_fsdp_plugin.tools.plan.estimate.types import MemoryEstimate, Workload
 from hf_fsdp_plugin.vocabulary import FALSE_WORDS, TRUE_WORDS
 
 if TYPE_CHECKING:
     from torch import nn
 
     from hf_fsdp_plugin.tools.plan.estimate.planner import Advice
-    from hf_fsdp_plugin.tools.plan.estimate.types import MemoryEstimate
 
 T = TypeVar("T")
 USUAL_MIN_NUM_PARAMS: Final = 100_000_000
@@ -372,9 +372,7 @@ def read_model(path_or_id: str) -> ModelFacts:
     from hf_fsdp_plugin.plan.meta_model import max_positions
     from hf_fsdp_plugin.plan.modules import ModuleTree, no_split_classes
 
-    model, problems = load_meta_model(path_or_id)
-    if model is None:
-        raise SpecError(problems)
+    model = load_meta_model(path_or_id)
     tree = ModuleTree(model)
     classes = dict(tree.class_counts())
     declared = tuple(name for name in no_split_classes(model) if name in classes)
@@ -435,7 +433,6 @@ def _attempt(predict: Callable[[], T]) -> tuple[T | None, str]:
 def advice_of(state: State, gpu_memory: int) -> Advice:
     """Return the planner's answer. Raises ``SpecError`` if the model cannot be planned."""
     from hf_fsdp_plugin.tools.plan.estimate.planner import advise
-    from hf_fsdp_plugin.tools.plan.estimate.types import Workload
 
     answers, model = state.answers, state.model
     assert model is not None, "the caller checks that there is a model"
@@ -460,7 +457,6 @@ def advice_of(state: State, gpu_memory: int) -> Advice:
 def _estimate(state: State, model: nn.Module, spec: FsdpSpec) -> MemoryEstimate:
     from hf_fsdp_plugin.plan.resolve import resolve
     from hf_fsdp_plugin.tools.plan.estimate.memory.peak import estimate_memory
-    from hf_fsdp_plugin.tools.plan.estimate.types import Workload
 
     answers = state.answers
     plan = resolve(spec, model, world_size=state.world_size, device_type="cpu" if state.cpu else "cuda")

@@ -12,11 +12,11 @@ from typing import Any, Final
 
 import yaml
 
-from hf_fsdp_plugin.spec.values import InvalidValue, is_class_name, parse_value
+from hf_fsdp_plugin.spec.value_parsers import InvalidValue, is_class_name, parse_value
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_memory, format_names
+from hf_fsdp_plugin.tools.common import SIZE_SPELLINGS, nearest_multiples, parse_bytes
 from hf_fsdp_plugin.tools.config.conversation import USUAL_MIN_NUM_PARAMS, Default, Question, State
-from hf_fsdp_plugin.tools.text import SIZE_SPELLINGS, nearest_multiples, parse_bytes
 from hf_fsdp_plugin.vocabulary import BY_NAME as ROWS_BY_NAME
 
 _FSDP1: Final = {"prefetch.backward": "pre", "params.use_orig": True}

@@ -16,7 +16,7 @@ from typing import Any, Final
 import yaml
 
 from hf_fsdp_plugin.axes import MODEL_AXES
-from hf_fsdp_plugin.checkpoint.io import write_atomically
+from hf_fsdp_plugin.checkpoint.file_io import write_atomically
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_value
@@ -184,10 +184,8 @@ def _changes(text: str, new: Sequence[SettingLine], unused: Collection[str]) -> 
         if old is None:
             added.setdefault(line.section, []).append(line.text)
         else:
-            spelling, end = (
-                old.name if rows[old] == find_row(line.key, _SCOPES[line.section]) else line.key,
-                old.value.end_mark,
-            )
+            spelling = old.name if rows[old] == find_row(line.key, _SCOPES[line.section]) else line.key
+            end = old.value.end_mark
             behind = text.splitlines()[end.line][end.column :] if end.line == old.start and not line.comment else ""
             replaced[old] = [old.indent + line_of(spelling, line.value, line.comment) + behind]
     return replaced, added
@@ -315,6 +313,13 @@ def file_exists_error(shown: str, message: str, option: str) -> SpecError:
     """Return the error of a file that is not replaced without ``--force``."""
     fix = f"Pass --force to change it, or another path with {option}."
     return SpecError([Problem(code="FSDP-E761", message=message, fix=fix, origin=Origin(source=shown))])
+
+
+def check_new_file(path: Path, shown: str, *, force: bool) -> None:
+    """Raise ``SpecError`` if a file that ``--out`` names exists, unless ``force``, or cannot be written."""
+    if os.path.lexists(path) and not force and not path.is_dir():
+        raise file_exists_error(shown, "the file exists.", "--out")
+    check_place(path, shown)
 
 
 def write_config(path: Path, shown: str, text: str) -> None:

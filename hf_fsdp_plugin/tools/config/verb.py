@@ -20,27 +20,25 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from hf_fsdp_plugin.cli.output import OK, print_failure, print_json, print_problems
 from hf_fsdp_plugin.launcher.flags import Suggested
 from hf_fsdp_plugin.launcher.world import find_devices
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError, has_errors
-from hf_fsdp_plugin.sources import environment
-from hf_fsdp_plugin.sources.environment import default_config_file
+from hf_fsdp_plugin.sources import environment_variables
+from hf_fsdp_plugin.sources.config_tree import ConfigFile, config_tree, read_text
+from hf_fsdp_plugin.sources.environment_variables import default_config_file
 from hf_fsdp_plugin.sources.interface import Sources
-from hf_fsdp_plugin.sources.tree import ConfigFile, config_tree, read_text
 from hf_fsdp_plugin.spec.load import Assessment, assess
-from hf_fsdp_plugin.spec.values import setting_to_json
+from hf_fsdp_plugin.spec.value_parsers import setting_to_json
 from hf_fsdp_plugin.text import printable
 from hf_fsdp_plugin.tools.config import conversation, questions
 from hf_fsdp_plugin.tools.config import text as config_text
 from hf_fsdp_plugin.tools.config.conversation import Question, State, label_of, show_text
 from hf_fsdp_plugin.tools.config.text import check_place, file_exists_error, write_config
+from hf_fsdp_plugin.tools.plan.estimate.types import MemoryEstimate
 from hf_fsdp_plugin.vocabulary import TRAINING_FILE_MARKS
-
-if TYPE_CHECKING:
-    from hf_fsdp_plugin.tools.plan.estimate.types import MemoryEstimate
 
 STDOUT: Final = "-"
 _OTHER_CONFIG: Final = "FSDP-E766"
@@ -200,7 +198,8 @@ def find_target(name: str | None, variables: Mapping[str, str], *, force: bool) 
     if name == STDOUT:
         return Target(path=None, shown=STDOUT)
     found = default_config_file(variables) if name is None else ConfigFile.at(name)
-    path = found.path if found is not None else Path(environment.accelerate_cache(variables), "default_config.yaml")
+    folder = environment_variables.accelerate_cache(variables)
+    path = found.path if found is not None else Path(folder, "default_config.yaml")
     target = Target(path=path, shown=name or str(path), is_default=name is None)
     check_place(path, target.shown, makes_folders=target.is_default)
     if not os.path.lexists(path):

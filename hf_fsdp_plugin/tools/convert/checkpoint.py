@@ -8,7 +8,6 @@ read. The output is written to a staging folder and renamed, so it is complete o
 from __future__ import annotations
 
 import datetime
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from typing import Any, Final
 
 from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.errors import file_problems_inside, problem, raise_if_any, refuse
-from hf_fsdp_plugin.checkpoint.folders import restore_replaced
 from hf_fsdp_plugin.checkpoint.formats.known_formats import DEEPSPEED_FILES
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.formats.optimizer_state import unsupported_values
@@ -27,7 +25,7 @@ from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_names, plural
 from hf_fsdp_plugin.tools.common import Progress
 from hf_fsdp_plugin.tools.convert.deepspeed_files import FORMAT, SavedEngine, read_engines
-from hf_fsdp_plugin.tools.merge.output import MergeStaging, check_places
+from hf_fsdp_plugin.tools.merge.output import MergeStaging, prepare_output
 from hf_fsdp_plugin.version import __version__
 
 _BATCH: Final = 1 << 30
@@ -80,16 +78,14 @@ def convert_checkpoint(source: Path, out: Path, *, force: bool, progress: Progre
             too small. ``out`` is then unchanged.
         OSError: writing failed. ``out`` is then unchanged.
     """
-    out = Path(os.path.realpath(out))
-    restore_replaced(out)
-    check_places(source, out, force=force, is_complete=True)
+    out = prepare_output(out, [source], force=force, is_complete=True)
     engines = read_engines(source)
     if not engines:
         fix = "Give the folder of a checkpoint of DeepSpeed, or a config."
         refuse("FSDP-E451", source, "contains no files of DeepSpeed.", fix)
     stored = [each for engine in engines for each in (engine.model, engine.optimizer) if each is not None]
     tensors = [tensor for each in stored for _, tensor in labelled_tensors(each)]
-    num_bytes = sum(map(_num_bytes, tensors))
+    num_bytes = sum(tensor.num_bytes for tensor in tensors)
     copied, step = _files_to_copy(source), _number(engines[0], "global_steps")
     with MergeStaging(out) as staging:
         progress("convert", 0, num_bytes)
@@ -143,10 +139,8 @@ def _write_schedules(source: Path, engines: Sequence[SavedEngine], folder: Path,
 def _missing_states(source: Path, engines: Sequence[SavedEngine], copied: Sequence[str]) -> Iterator[Problem]:
     """Yield warnings about optimizers that cannot be read, and about random states of other ranks."""
     for engine in engines:
-        if engine.model.objects:
-            message = (
-                f"has entries that are not tensors and are not converted: {format_names(engine.model.objects, 3)}."
-            )
+        if objects := engine.model.objects:
+            message = f"has entries that are not tensors and are not converted: {format_names(objects, 3)}."
             yield problem("FSDP-W415", source, message, "Set them in the script after the model was loaded.")
         if engine.why_no_optimizer:
             message = f"has an optimizer whose state is not converted: {engine.why_no_optimizer}."
@@ -215,8 +209,8 @@ def write_states(
     """
     from hf_fsdp_plugin.checkpoint.checking.verify import files_of_checkpoint
     from hf_fsdp_plugin.checkpoint.saved_state import ModelShards, OptimizerShards, whole_shard
-    from hf_fsdp_plugin.checkpoint.writing.file_parts import PartWriter
-    from hf_fsdp_plugin.checkpoint.writing.staging import RankRecord, complete_checkpoint
+    from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter
+    from hf_fsdp_plugin.checkpoint.writing.staging_folder import RankRecord, complete_checkpoint
     from hf_fsdp_plugin.checkpoint.writing.state_files import optimizer_files, sharded_model_files
     from hf_fsdp_plugin.tools.loaded_weights import read_tensor
 
@@ -224,7 +218,11 @@ def write_states(
 
     def write(state: Any, tensors: Iterable[StoredTensor]) -> None:
         records.append(RankRecord(tuple(writer.write(folder, state.parts)), state.entries))
-        progress("convert", sum(map(_num_bytes, tensors)), total)
+        progress("convert", sum(tensor.num_bytes for tensor in tensors), total)
+
+    def shard(files: Any, label: str, value: Any) -> Any:
+        """Return the elements of a tensor; another value as it is."""
+        return whole_shard(label, read_tensor(files, value)) if isinstance(value, StoredTensor) else value
 
     for number, engine in enumerate(engines):
         model, optimizer = engine.model, engine.optimizer
@@ -232,19 +230,14 @@ def write_states(
         own = {name: tensor for name, tensor in model.tensors.items() if name not in aliases}
         with files_of_checkpoint(model.root, model, verify=True) as files:
             for rank, batch in enumerate(_batches(own, lambda tensor: [tensor])):
-                shards = tuple(whole_shard(name, read_tensor(files, tensor)) for name, tensor in batch.items())
+                shards = tuple(shard(files, name, tensor) for name, tensor in batch.items())
                 ties = {alias: name for alias, name in aliases.items() if name in batch}
                 write(sharded_model_files(ModelShards(shards, ties), number, rank), batch.values())
             if optimizer is None:
                 continue
             for rank, batch in enumerate(_batches(optimizer.state, _tensors_of)):
                 state = {
-                    name: {
-                        key: whole_shard(f"state.{name}.{key}", read_tensor(files, value))
-                        if isinstance(value, StoredTensor)
-                        else value
-                        for key, value in entry.items()
-                    }
+                    name: {key: shard(files, f"state.{name}.{key}", value) for key, value in entry.items()}
                     for name, entry in batch.items()
                 }
                 groups = tuple(optimizer.groups) if rank == 0 else ()
@@ -264,16 +257,10 @@ def _batches(
     batch: dict[str, Any] = {}
     size = 0
     for name, value in values.items():
-        added = sum(map(_num_bytes, tensors_of(value)))
+        added = sum(tensor.num_bytes for tensor in tensors_of(value))
         if batch and size + added > _BATCH:
             yield batch
             batch, size = {}, 0
         batch[name] = value
         size += added
     yield batch
-
-
-def _num_bytes(tensor: StoredTensor) -> int:
-    from hf_fsdp_plugin.checkpoint.formats.safetensors import num_bytes
-
-    return num_bytes(tensor.dtype, tensor.shape)

@@ -10,25 +10,18 @@ from typing import Final
 
 from hf_fsdp_plugin.cli.output import text_width
 from hf_fsdp_plugin.sources import accelerate_file
+from hf_fsdp_plugin.sources.config_tree import ConfigEntry, ConfigFile, ConfigFileError
 from hf_fsdp_plugin.sources.interface import Sources, SourceSettings
-from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFile, ConfigFileError
 from hf_fsdp_plugin.text import fit_table, printable, wrap_words
-from hf_fsdp_plugin.tools.convert.dialects import accelerate, deepspeed, distributed_config, training_script
-from hf_fsdp_plugin.tools.convert.dialects.interface import (
-    ConfigDialect,
-    DialectDocument,
-    DialectReading,
-    KeyOutcome,
-    marked_by,
-)
+from hf_fsdp_plugin.tools.convert.dialects import accelerate, deepspeed, interface, training_script
 
-DIALECTS: Final[tuple[ConfigDialect, ...]] = (
+DIALECTS: Final[tuple[interface.ConfigDialect, ...]] = (
     accelerate.DIALECT,
     deepspeed.DIALECT,
     training_script.AXOLOTL,
     training_script.LLAMA_FACTORY,
     training_script.MS_SWIFT,
-    distributed_config.DIALECT,
+    training_script.DISTRIBUTED_CONFIG,
     training_script.TRAINING_SCRIPT,
 )
 _MAX_DEPTH: Final = 4
@@ -45,13 +38,13 @@ def with_converted_config(sources: Sources, script_arguments: Sequence[str] = ()
 
 def print_conversion(converted: SourceSettings | None) -> None:
     """Print to stderr what each key of a config becomes; nothing for a config of FSDP."""
-    if isinstance(converted, DialectReading):
+    if isinstance(converted, interface.DialectReading):
         title = f"hf-fsdp: {converted.source}: the settings of {converted.dialect_of.title} are converted for FSDP"
         print(printable(title), file=sys.stderr)
         print_outcomes(converted.outcomes)
 
 
-def print_outcomes(outcomes: Sequence[KeyOutcome]) -> None:
+def print_outcomes(outcomes: Sequence[interface.KeyOutcome]) -> None:
     """Print to stderr what each key becomes, and the keys without effect by their reason."""
     rows, without = [("place", "key", "becomes")], dict[str, list[str]]()
     for outcome in outcomes:
@@ -77,7 +70,7 @@ def read(sources: Sources, script_arguments: Sequence[str] = (), *, converts: bo
         A :class:`DialectReading`, or the errors of a config that cannot be read.
     """
     given = partial(_read_config, script_arguments=script_arguments, converts=converts)
-    if isinstance(read := given(sources), DialectReading):
+    if isinstance(read := given(sources), interface.DialectReading):
         read.finish()
     return read
 
@@ -91,7 +84,7 @@ def _read_config(
             return None
         if isinstance(sources.config, ConfigFile) and sources.config.is_script:
             return accelerate_file.read(sources) if depth else None  # which refuses it
-        document = DialectDocument.of(sources, script_arguments, converts=converts)
+        document = interface.DialectDocument.of(sources, script_arguments, converts=converts)
         dialect = _dialect_of(document)
         if depth > _MAX_DEPTH:
             message, fix = f"more than {_MAX_DEPTH} configs include each other.", "Check the files that they name."
@@ -100,7 +93,7 @@ def _read_config(
             return accelerate_file.read(sources) if depth else None
     except ConfigFileError as error:
         return SourceSettings(problems=[error.problem], family="accelerate")
-    reading = DialectReading(
+    reading = interface.DialectReading(
         source=document.shown,
         dialect_of=dialect,
         document=document,
@@ -111,11 +104,11 @@ def _read_config(
     return reading.result(reading.defaults)
 
 
-def _dialect_of(document: DialectDocument) -> ConfigDialect | None:
+def _dialect_of(document: interface.DialectDocument) -> interface.ConfigDialect | None:
     """Return the dialect of a config; ``None`` for Accelerate's own. Raises ``ConfigFileError`` if it is not clear."""
     found = {dialect.title: marks for dialect in DIALECTS if (marks := dialect.marks(document))}
     known = [dialect for dialect in DIALECTS if dialect.title in found]
-    of_accelerate = marked_by(accelerate_file.MARKS_OF_ACCELERATE)(document)
+    of_accelerate = interface.marked_by(accelerate_file.MARKS_OF_ACCELERATE)(document)
     if known and of_accelerate and not any(dialect.is_accelerate for dialect in known):
         found["Accelerate"] = of_accelerate
     if len(found) > 1:
@@ -127,13 +120,11 @@ def _dialect_of(document: DialectDocument) -> ConfigDialect | None:
     return known[0] if known else None
 
 
-def _mixed(document: DialectDocument, found: Mapping[str, Sequence[ConfigEntry]]) -> ConfigFileError:
+def _mixed(document: interface.DialectDocument, found: Mapping[str, Sequence[ConfigEntry]]) -> ConfigFileError:
     """Return the error that a file has keys of several dialects."""
     firsts = sorted(((title, marks[0]) for title, marks in found.items()), key=lambda first: first[1].line or 0)
     lines = [f" in line {entry.line}" if entry.line is not None else "" for _, entry in firsts]
     places = [f"{entry.key} of {title}{line}" for (title, entry), line in zip(firsts, lines, strict=True)]
-    message, fix = (
-        f"the file mixes configs of several programs: {', '.join(places)}.",
-        "Write one file for each of them.",
-    )
+    message = f"the file mixes configs of several programs: {', '.join(places)}."
+    fix = "Write one file for each of them."
     return ConfigFileError("FSDP-E064", message, fix, source=document.shown, line=firsts[-1][1].line)

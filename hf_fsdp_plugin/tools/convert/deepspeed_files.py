@@ -19,27 +19,17 @@ import re
 import reprlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_fsdp_plugin.checkpoint import errors
-from hf_fsdp_plugin.checkpoint.errors import refuse
-from hf_fsdp_plugin.checkpoint.formats import boxes, dtypes
+from hf_fsdp_plugin.checkpoint.file_io import read_range
+from hf_fsdp_plugin.checkpoint.formats import boxes, dtypes, stored_tensors
 from hf_fsdp_plugin.checkpoint.formats.known_formats import DEEPSPEED_FILES
 from hf_fsdp_plugin.checkpoint.formats.pickles import PickledTensor
-from hf_fsdp_plugin.checkpoint.formats.stored_tensors import (
-    MAX_PROBLEMS,
-    StoredModel,
-    StoredOptimizer,
-    StoredPiece,
-    StoredState,
-    StoredTensor,
-    tensor_in_file,
-)
 from hf_fsdp_plugin.checkpoint.formats.torch_files import open_archive, stored_values
-from hf_fsdp_plugin.checkpoint.io import read_range
 from hf_fsdp_plugin.checkpoint.names import HF_MODEL_BIN, MANIFEST_NAME, numbered_from_one
 from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.text import format_names
@@ -69,10 +59,10 @@ class SavedEngine:
         values: what is saved beside the tensors, such as ``global_steps`` and ``lr_scheduler``.
     """
 
-    model: StoredModel
-    optimizer: StoredOptimizer | None
-    why_no_optimizer: str
-    values: Mapping[str, Any]
+    model: stored_tensors.StoredModel
+    optimizer: stored_tensors.StoredOptimizer | None = None
+    why_no_optimizer: str = ""
+    values: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_engines(root: Path) -> list[SavedEngine]:
@@ -98,10 +88,10 @@ def _read_engine(root: Path, folder: Path) -> SavedEngine:
         except _OptimizerWithoutNames as error:
             reason = str(error)
     files = tuple(checkpoint.files)
-    state = StoredState(weights, files, folder, errors.COPY_ALL_RANKS)
+    state = stored_tensors.StoredState(weights, files, folder, errors.COPY_ALL_RANKS)
     model, optimizer = state.checked(state.as_model(root, FORMAT)), None
     if entries:
-        state = StoredState(entries, files, folder, errors.COPY_ALL_RANKS)
+        state = stored_tensors.StoredState(entries, files, folder, errors.COPY_ALL_RANKS)
         optimizer = state.checked(state.as_optimizer(root, FORMAT))
     return SavedEngine(model=model, optimizer=optimizer, why_no_optimizer=reason, values=checkpoint.engine)
 
@@ -127,7 +117,7 @@ def tag_folder(root: Path, number: int = 0) -> Path | None:
     named = next((root / name for name in LATEST if (root / name).is_file()), None)
     if named is None and len(tags) > 1:
         message = f"has several checkpoints of DeepSpeed, and no file {LATEST[0]!r} that names one. {found}"
-        refuse("FSDP-E414", root, message, f"Give the folder of one of them: {tags[-1]}.")
+        errors.refuse("FSDP-E414", root, message, f"Give the folder of one of them: {tags[-1]}.")
     if named is None:
         return tags[0] if tags else None
     tag = read_range(named, 0, errors.MAX_PATH).decode(errors="replace").strip()
@@ -138,7 +128,7 @@ def tag_folder(root: Path, number: int = 0) -> Path | None:
     if not tags and any(any(root.glob(pattern)) for pattern in ("*.safetensors", "*.bin")):
         return None  # only the weights for `from_pretrained` were kept
     fix = f"Copy the folder {tag!r} with the files of all ranks, or give the folder of another tag."
-    refuse("FSDP-E414", named, f"names {tag!r}, which has no files of DeepSpeed in {root}. {found}", fix)
+    errors.refuse("FSDP-E414", named, f"names {tag!r}, which has no files of DeepSpeed in {root}. {found}", fix)
 
 
 @contextmanager
@@ -150,7 +140,7 @@ def _parsing(place: Path) -> Iterator[None]:
         if isinstance(error, CheckpointError):
             raise
         message = f"is not in the form that DeepSpeed writes ({type(error).__name__}: {str(error)[:200]})."
-        refuse("FSDP-E453", place, message)
+        errors.refuse("FSDP-E453", place, message)
 
 
 class _Vector(NamedTuple):
@@ -188,7 +178,7 @@ class _RankFiles:
                     if isinstance(tensor, PickledTensor) and boxes.is_row_major(tensor.strides, tensor.shape)
                 }
         if name not in self._vectors[rank]:
-            refuse("FSDP-E459", self.root / file, f"does not contain {name}.", errors.COPY_ALL_RANKS)
+            errors.refuse("FSDP-E459", self.root / file, f"does not contain {name}.", errors.COPY_ALL_RANKS)
         return self._vectors[rank][name]
 
 
@@ -229,7 +219,7 @@ class _Checkpoint:
         model_files = self._of_ranks(names, _MODEL)
         if not model_files:
             message = f"has no file of the model whose name is as DeepSpeed writes it ({DEEPSPEED_FILES})."
-            refuse("FSDP-E453", folder, message)
+            errors.refuse("FSDP-E453", folder, message)
         self._is_stage3 = "zero_pp_rank_" in model_files[0]
         self._is_universal = (folder / _UNIVERSAL).is_dir()
         self._model_ranks = _RankFiles(root, model_files, lambda state: state["frozen_param_fragments"] or {})
@@ -257,9 +247,10 @@ class _Checkpoint:
         found: dict[tuple[Any, ...], Any] = {}
         for name, value in self._module.items():
             owner = name if name in divided else shared.get(name)
+            is_empty = isinstance(value, stored_tensors.StoredTensor) and 0 in value.shape
             if owner in divided:
                 found[name,] = divided[owner]
-            elif not isinstance(value, StoredTensor) or 0 not in value.shape or name in self.engine["buffer_names"]:
+            elif not is_empty or name in self.engine["buffer_names"]:
                 found[name,] = value  # stage 3 has empty tensors in place of divided parameters
         return found | {(name,): tensor for name, tensor in divided.items() if (name,) not in found}
 
@@ -317,11 +308,11 @@ class _Checkpoint:
             if len(files) > count:
                 message = f"has files of {len(files)} ranks, but {count} ranks have written the checkpoint."
                 fix = "Move the files of the other checkpoint to another folder, or copy this one again."
-                refuse("FSDP-E459", self._folder, message, fix)
+                errors.refuse("FSDP-E459", self._folder, message, fix)
 
-    def _trained(self) -> dict[str, StoredTensor]:
+    def _trained(self) -> dict[str, stored_tensors.StoredTensor]:
         """Return the fp32 weights of the parameters that the optimizer updates."""
-        found: dict[str, StoredTensor] = {}
+        found: dict[str, stored_tensors.StoredTensor] = {}
         for number, shapes in enumerate(self._shapes):
             if self._is_universal:
                 found |= {name: self._in_own_file(name, _WEIGHTS, shape) for name, shape in shapes.items()}
@@ -329,7 +320,7 @@ class _Checkpoint:
                 found |= self._of_group(_WEIGHTS, number)
         return found
 
-    def _frozen(self) -> dict[str, StoredTensor]:
+    def _frozen(self) -> dict[str, stored_tensors.StoredTensor]:
         """Return the frozen parameters of stage 3."""
         shapes = _checked_shapes(self.engine.get("frozen_param_shapes") or {}) if self._is_stage3 else {}
         count = len(self._model_ranks.files)
@@ -338,12 +329,12 @@ class _Checkpoint:
             for name, shape in shapes.items()
         }
 
-    def _of_group(self, key: str, number: int) -> dict[str, StoredTensor]:
+    def _of_group(self, key: str, number: int) -> dict[str, stored_tensors.StoredTensor]:
         """Return the weights or one state of a group of parameters, by parameter."""
         name, count = _vector_name(key, number), len(self._ranks.files)
         vector = self._ranks.vector(0, name)
         paddings = self._optimizer.get("param_alignment_paddings")
-        found: dict[str, StoredTensor] = {}
+        found: dict[str, stored_tensors.StoredTensor] = {}
         begin = 0
         for index, (parameter, shape) in enumerate(self._shapes[number].items()):
             numel = math.prod(shape)
@@ -357,7 +348,7 @@ class _Checkpoint:
         available = vector.numel * (1 if self._is_stage3 else count)
         if not begin <= available <= begin + (0 if self._is_stage3 else _MAX_PADDING * count):
             message = f"has {available:,} elements of {name}; the parameters of the group need {begin:,}."
-            refuse("FSDP-E459", self._root / vector.file, message, errors.COPY_ALL_RANKS)
+            errors.refuse("FSDP-E459", self._root / vector.file, message, errors.COPY_ALL_RANKS)
         return found
 
     def _of_parameter(self, name: str) -> dict[str, Any]:
@@ -376,8 +367,8 @@ class _Checkpoint:
             return stored_values(file, archive, value)
         if math.prod(value.shape) != math.prod(shape) or not boxes.is_row_major(value.strides, value.shape):
             message = f"has a tensor of shape {list(value.shape)}; {list(shape)} was expected."
-            refuse("FSDP-E459", self._root / file, message)
-        return tensor_in_file(name, value.dtype, shape, file, archive.tensor_offset(value))
+            errors.refuse("FSDP-E459", self._root / file, message)
+        return stored_tensors.tensor_in_file(name, value.dtype, shape, file, archive.tensor_offset(value))
 
     def _of_ranks(self, names: Iterable[str], pattern: re.Pattern[str]) -> list[str]:
         """Return the files whose names match, in the order of their ranks."""
@@ -389,7 +380,7 @@ class _Checkpoint:
                     files = f"{found[rank]}, {name}"
                     message = f"has two files of rank {rank}, which are of different checkpoints: {files}."
                     fix = "Move the files of the other checkpoint to another folder."
-                    refuse("FSDP-E459", self._folder, message, fix)
+                    errors.refuse("FSDP-E459", self._folder, message, fix)
                 found[rank] = name
         if found:
             self._check_ranks(found, max(found) + 1, next(iter(found.values())))
@@ -397,7 +388,7 @@ class _Checkpoint:
 
     def _check_ranks(self, found: Container[int], count: int, like: str) -> None:
         """Check that the ranks below ``count`` have a file with a name such as ``like``."""
-        missing = islice((rank for rank in range(count) if rank not in found), MAX_PROBLEMS)
+        missing = islice((rank for rank in range(count) if rank not in found), stored_tensors.MAX_PROBLEMS)
         files = [self._folder / re.sub(r"pp_rank_\d+", f"pp_rank_{rank}", Path(like).name) for rank in missing]
         message = f"is missing; {count} ranks have written the checkpoint."
         errors.raise_if_any([errors.problem("FSDP-E457", file, message, errors.COPY_ALL_RANKS) for file in files])
@@ -405,7 +396,7 @@ class _Checkpoint:
     def _refuse_axes(self, found: Sequence[str]) -> None:
         message = "has a model that was divided by tensor or pipeline parallelism, or by experts"
         fix = "Load it with DeepSpeed in the world that wrote it, and save whole weights with save_16bit_model."
-        refuse("FSDP-E413", self._folder, f"{message}: {format_names(found, 3)}.", fix)
+        errors.refuse("FSDP-E413", self._folder, f"{message}: {format_names(found, 3)}.", fix)
 
 
 class _OptimizerWithoutNames(Exception):
@@ -414,7 +405,7 @@ class _OptimizerWithoutNames(Exception):
 
 def _divided(
     ranks: _RankFiles, vector: str, name: str, shape: Shape, size: int, *, shift: int = 0, start: int = 0
-) -> StoredTensor:
+) -> stored_tensors.StoredTensor:
     """Return a tensor whose elements are divided over the ranks, in their order and without regard to the shape.
 
     Rank ``r`` has the elements from ``r * size - shift`` on, ``size`` at most, at ``start`` in its vector ``vector``.
@@ -427,12 +418,12 @@ def _divided(
         if found.dtype != dtype or at + end - begin > found.numel:
             message = f"has {found.numel:,} elements of {vector} in {found.dtype}; "
             message += f"{at + end - begin:,} in {dtype} were expected."
-            refuse("FSDP-E459", ranks.root / found.file, message, errors.COPY_ALL_RANKS)
+            errors.refuse("FSDP-E459", ranks.root / found.file, message, errors.COPY_ALL_RANKS)
         offset = found.offset + at * dtypes.dtype_size(dtype)
         for run in boxes.flat_range(shape, begin, end):
-            pieces.append(StoredPiece(run, found.file, offset, boxes.row_major(run.sizes)))
+            pieces.append(stored_tensors.StoredPiece(run, found.file, offset, boxes.row_major(run.sizes)))
             offset += run.numel * dtypes.dtype_size(dtype)
-    return StoredTensor(name, dtype, shape, tuple(pieces))
+    return stored_tensors.StoredTensor(name, dtype, shape, tuple(pieces))
 
 
 def _checked_shapes(shapes: Mapping[str, Any]) -> dict[str, Shape]:

@@ -7,7 +7,6 @@ The names are those of the model's modules, as ``from_pretrained`` gives them, w
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,16 +15,14 @@ from typing import Any, Final
 import torch
 
 from hf_fsdp_plugin.checkpoint.errors import raise_if_any, refuse
-from hf_fsdp_plugin.checkpoint.folders import restore_replaced
+from hf_fsdp_plugin.checkpoint.file_io import InputFiles
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
-from hf_fsdp_plugin.checkpoint.formats.safetensors import num_bytes
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, StoredTensor, shared_tensors
-from hf_fsdp_plugin.checkpoint.io import InputFiles
 from hf_fsdp_plugin.plan.meta_model import meta_model
+from hf_fsdp_plugin.tools import loaded_weights
 from hf_fsdp_plugin.tools.common import Progress
 from hf_fsdp_plugin.tools.convert.checkpoint import ConvertedCheckpoint, manifest_without_files, write_states
 from hf_fsdp_plugin.tools.convert.deepspeed_files import SavedEngine
-from hf_fsdp_plugin.tools.loaded_weights import computed, fp32_names, loaded_groups, read_tensor, why_not_whole
 from hf_fsdp_plugin.tools.merge import output
 from hf_fsdp_plugin.tools.verify.comparison import config_problems
 
@@ -47,12 +44,10 @@ def convert_model_folder(
             quantized, or ``out`` is in use. ``out`` is then unchanged.
         OSError: writing failed. ``out`` is then unchanged.
     """
-    out = Path(os.path.realpath(out))
-    restore_replaced(out)
-    output.check_places(source, out, force=force)
+    out = output.prepare_output(out, [source], force=force)
     stored = read_stored_model(source)
     folder = output.find_config_folder(source, None)
-    if reason := why_not_whole(stored, folder):
+    if reason := loaded_weights.why_not_whole(stored, folder):
         fix = "Give a model in 16 or 32 bits. Merge an adapter first: `hf-fsdp merge --fold-adapter BASE`."
         refuse("FSDP-E445", source, f"{reason}, so a run cannot start from its tensors.", fix)
     problems, fp32 = config_problems(stored, folder or source), list[str]()
@@ -62,20 +57,20 @@ def convert_model_folder(
     else:
         with contextlib.redirect_stdout(sys.stderr):  # libraries may print other lines than the result
             model = meta_model(folder)
-            tensors, fp32 = _as_loaded(stored, model), fp32_names(stored, model, dtype)
+            stored = loaded_weights.without_root(stored, model.state_dict().keys())
+            tensors, fp32 = _as_loaded(stored, model), loaded_weights.fp32_names(stored, model, dtype)
     if dtype is not None:
         tensors = {name: _cast(tensor, "float32" if name in fp32 else dtype) for name, tensor in tensors.items()}
     written = replace(stored, tensors=tensors)
     aliases = {name for _, *others in shared_tensors(written) for name in others}
-    sizes = [num_bytes(tensor.dtype, tensor.shape) for name, tensor in tensors.items() if name not in aliases]
+    sizes = [tensor.num_bytes for name, tensor in tensors.items() if name not in aliases]
     copied = output.companion_files(folder) if folder is not None else []
     with output.MergeStaging(out) as staging:
         progress("convert", 0, sum(sizes))
         if folder is not None:
             output.copy_companions(folder, copied, staging.folder, dtype)
         manifest = manifest_without_files(written, _BACKEND, "no_shard", 1, step=None, versions={})
-        engine = SavedEngine(model=written, optimizer=None, why_no_optimizer="", values={})
-        write_states([engine], staging.folder, manifest, progress, sum(sizes))
+        write_states([SavedEngine(model=written)], staging.folder, manifest, progress, sum(sizes))
         staging.commit()
     return ConvertedCheckpoint(
         out=out,
@@ -91,7 +86,8 @@ def convert_model_folder(
 
 def _as_loaded(stored: StoredModel, model: Any) -> dict[str, StoredTensor]:
     """Return the entries of the model's state dict. Tied names have the same pieces."""
-    found = {name: tensor for group in loaded_groups(stored, model) for name, tensor in group.targets.items()}
+    groups = loaded_weights.loaded_groups(stored, model)
+    found = {name: tensor for group in groups for name, tensor in group.targets.items()}
     held: dict[int, StoredTensor] = {}
     state = model.state_dict(keep_vars=True)
     for name, tensor in state.items():
@@ -105,7 +101,7 @@ def _cast(tensor: StoredTensor, dtype: str) -> StoredTensor:
         return tensor
 
     def read(files: InputFiles) -> torch.Tensor:
-        return read_tensor(files, tensor).to(getattr(torch, dtype))
+        return loaded_weights.read_tensor(files, tensor).to(getattr(torch, dtype))
 
     # Tied names share the pieces of the first one.
-    return replace(computed(tensor.name, dtype, tensor.shape, read), pieces=tensor.pieces)
+    return replace(loaded_weights.computed(tensor.name, dtype, tensor.shape, read), pieces=tensor.pieces)

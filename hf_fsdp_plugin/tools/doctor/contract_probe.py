@@ -28,7 +28,16 @@ from hf_fsdp_plugin.supported import installed_versions, release_of
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 ContractStatus = Literal["holds", "changed", "missing", "not installed", "not in this version"]
 
-_TORCH_FILES: Final = ("context_parallel", "elastic", "fake_ranks", "fsdp1", "fsdp2", "functions", "modules")
+_TORCH_FILES: Final = (
+    "context_parallel",
+    "elastic",
+    "fake_ranks",
+    "fsdp1",
+    "fsdp2",
+    "functions",
+    "grad_scaler",
+    "modules",
+)
 PRIVATE_FILES: Final = (
     *(f"torch_private.{name}" for name in _TORCH_FILES),
     *(f"integrations.{name}.private" for name in ("accelerate", "transformers")),

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hf_fsdp_plugin.checkpoint.checking.inspection import first_complete, numbered_checkpoints
 from hf_fsdp_plugin.checkpoint.errors import refuse
-from hf_fsdp_plugin.checkpoint.io import object_in
+from hf_fsdp_plugin.checkpoint.file_io import object_in
 from hf_fsdp_plugin.checkpoint.names import PREFIXES, TRAINER_STATE
 from hf_fsdp_plugin.text import printable
 from hf_fsdp_plugin.tools.common import check_folder

@@ -20,9 +20,8 @@ from hf_fsdp_plugin import text
 from hf_fsdp_plugin.checkpoint.checking.inspection import why_incomplete
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, print_json, print_problems, print_result, text_width
 from hf_fsdp_plugin.problems import CheckpointError, UsageError
-from hf_fsdp_plugin.tools.common import check_folder
-from hf_fsdp_plugin.tools.inspect.summary import Summary, checkpoints_of_run, summarize
-from hf_fsdp_plugin.tools.text import wrap_items
+from hf_fsdp_plugin.tools.common import check_folder, wrap_items
+from hf_fsdp_plugin.tools.inspect.summary import Summary, TensorType, checkpoints_of_run, summarize
 
 _FILES_SHOWN = 20
 _WIDTH = 112
@@ -104,10 +103,9 @@ def _table(rows: Iterable[CheckpointRow]) -> str:
 
 def _text(summary: Summary, *, parameters: bool, optimizer: bool) -> str:
     lines = [f"{text.printable(str(summary.path))}: {'complete' if summary.incomplete is None else 'incomplete'}"]
+    width = min(text_width() or _WIDTH, _WIDTH)
     for label, fact in _facts(summary):
-        lines += wrap_items(
-            text.printable(fact).split(", "), min(text_width() or _WIDTH, _WIDTH), label=f"  {label:<10} "
-        )
+        lines += wrap_items(text.printable(fact).split(", "), width, label=f"  {label:<10} ")
     if parameters:
         kinds = ((name, dtype, text.format_shape(shape)) for name, (dtype, shape) in summary.parameters.items())
         lines += ["", text.format_table([("parameter", "dtype", "shape"), *kinds])]
@@ -151,10 +149,9 @@ def _optimizer(summary: Summary) -> list[str]:
     rows = [("state", "dtype", "shape")]
     for name, entry in summary.state.items():
         for key, value in entry.items():
-            is_tensor = isinstance(value, tuple) and len(value) == 2
-            rows.append(
-                (f"{name} {key}", *((value[0], text.format_shape(value[1])) if is_tensor else ("value", str(value))))
-            )
+            is_tensor = isinstance(value, TensorType)
+            shown = (value.dtype, text.format_shape(value.shape)) if is_tensor else ("value", str(value))
+            rows.append((f"{name} {key}", *shown))
     return [*lines, text.format_table(rows)]
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 
 from hf_fsdp_plugin.checkpoint.errors import problem
+from hf_fsdp_plugin.checkpoint.file_io import InputFiles
 from hf_fsdp_plugin.checkpoint.formats.boxes import flat_range
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
-from hf_fsdp_plugin.checkpoint.formats.safetensors import SafetensorsFile, num_bytes
+from hf_fsdp_plugin.checkpoint.formats.safetensors import SafetensorsFile
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredTensor
-from hf_fsdp_plugin.checkpoint.io import InputFiles
 from hf_fsdp_plugin.checkpoint.reading.resharding import execute_transfers, plan_transfers
 from hf_fsdp_plugin.checkpoint.saved_state import pieces_in
 from hf_fsdp_plugin.problems import Problem
@@ -81,7 +81,7 @@ def byte_problems(source: InputFiles, plan: MergePlan, folder: Path, progress: P
                 tensor = written.tensors[name]
                 if not same_elements(source, plan.tensors[name], files, tensor):
                     different.append(name)
-                progress("verify", num_bytes(tensor.dtype, tensor.shape), plan.num_bytes)
+                progress("verify", tensor.num_bytes, plan.num_bytes)
             if different:
                 message = f"contains {plural(len(different), 'tensor')} whose bytes differ from the checkpoint"
                 text = f"{message}: {format_names(different, 3)}."

@@ -19,13 +19,13 @@ import torch
 from torch import nn
 
 from hf_fsdp_plugin.checkpoint.errors import raise_if_any, refuse
+from hf_fsdp_plugin.checkpoint.file_io import InputFiles
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, StoredTensor
-from hf_fsdp_plugin.checkpoint.io import InputFiles
 from hf_fsdp_plugin.checkpoint.names import ADAPTER_CONFIG, is_adapter
 from hf_fsdp_plugin.plan.meta_model import meta_model
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import format_names
-from hf_fsdp_plugin.tools.loaded_weights import computed, loaded_groups, read_tensor, why_not_whole
+from hf_fsdp_plugin.tools.loaded_weights import computed, loaded_groups, read_tensor, why_not_whole, without_root
 from hf_fsdp_plugin.tools.merge.copying import same_elements
 from hf_fsdp_plugin.tools.merge.output import FLOATS
 from hf_fsdp_plugin.tools.verify.comparison import difference_problems
@@ -95,6 +95,8 @@ class AdapterFold:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             saved = get_peft_model_state_dict(self._model, state, _ADAPTER, save_embedding_layers=False)
+        names = {*state, *saved}
+        stored = without_root(stored, names | {name.removeprefix(_PREFIX) for name in names})
         places = {id(tensor): name for name, tensor in state.items()}
         place_of = {name: places[id(tensor)] for name, tensor in saved.items()}
         trained, only_adapter = set(place_of.values()), is_adapter(stored.tensors)

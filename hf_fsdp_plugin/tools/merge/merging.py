@@ -7,32 +7,29 @@ complete or does not exist. An interrupted merge starts again.
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.checking.inspection import checkpoint_of
 from hf_fsdp_plugin.checkpoint.checking.verify import VerifiedFiles, check_headers, files_of_checkpoint
 from hf_fsdp_plugin.checkpoint.errors import problem, raise_if_any, refuse
-from hf_fsdp_plugin.checkpoint.folders import restore_replaced
+from hf_fsdp_plugin.checkpoint.file_io import InputFiles, write_atomically
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, refuse_deepspeed
 from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest
 from hf_fsdp_plugin.checkpoint.formats.safetensors import index_text
-from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredTensor
-from hf_fsdp_plugin.checkpoint.io import InputFiles, write_atomically
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, StoredTensor
 from hf_fsdp_plugin.plan.meta_model import meta_model
 from hf_fsdp_plugin.problems import Problem, has_errors
 from hf_fsdp_plugin.text import format_names, plural
 from hf_fsdp_plugin.tools.common import Progress
-from hf_fsdp_plugin.tools.loaded_weights import fp32_names
+from hf_fsdp_plugin.tools.loaded_weights import fp32_names, has_root, without_root
 from hf_fsdp_plugin.tools.merge import copying, output
+from hf_fsdp_plugin.tools.merge.folding import AdapterFold
 from hf_fsdp_plugin.tools.verify.comparison import config_problems, manifest_problems
-
-if TYPE_CHECKING:  # imports torch and Transformers
-    from hf_fsdp_plugin.tools.merge.folding import AdapterFold
 
 _WEIGHTS: Final = (file_names.safetensors_file(file_names.HF_MODEL), f"{file_names.HF_MODEL_BIN}.bin")
 _DESCRIPTIONS: Final = (file_names.DCP_METADATA, file_names.INDEX_FILE, *map(file_names.index_file, _WEIGHTS))
@@ -119,12 +116,10 @@ def merge(checkpoint: Path, out: Path, options: MergeOptions, progress: Progress
             small, or the output differs from the plan. ``out`` is then unchanged.
         OSError: writing failed. ``out`` is then unchanged.
     """
-    out = Path(os.path.realpath(out))  # the target of a symbolic link is replaced, not the link
-    restore_replaced(out)
     places = [checkpoint, *([] if options.fold_adapter is None else [options.fold_adapter])]
     for place in places:
         refuse_deepspeed(place)
-        output.check_places(place, out, force=options.force)
+    out = output.prepare_output(out, places, force=options.force)
     job = _Job(checkpoint, out, options, progress or (lambda *_: None))
     job.compare_with_config()
     with output.MergeStaging(out) as staging:
@@ -132,9 +127,8 @@ def merge(checkpoint: Path, out: Path, options: MergeOptions, progress: Progress
         job.write_companions(staging.folder)
         if options.verify or options.delete_input:
             job.compare_bytes(staging.folder)
-        output.check_places(
-            checkpoint, out, force=options.force, is_complete=True
-        )  # another merge may have finished meanwhile
+        # Another merge may have finished meanwhile.
+        output.check_places(checkpoint, out, force=options.force, is_complete=True)
         staging.commit()
         if options.delete_input:
             job.delete_input()
@@ -152,8 +146,8 @@ class _Job:
             source, config, number = options.fold_adapter, None, 0
         self.folder = checkpoint_of(source)
         self.config_folder = output.find_config_folder(source, config)
-        self.model = read_stored_model(source, number)
         self.manifest = read_manifest(self.folder)
+        self.model = self._read_model(source, number)
         self.verify_input = options.verify_input or options.delete_input
         with self._open() as files:
             check_headers(files, self.model)
@@ -189,8 +183,6 @@ class _Job:
 
     def _read_adapter(self) -> tuple[AdapterFold, dict[str, StoredTensor]]:
         """Return the adapter of the checkpoint, and the merged tensors. Raises if it does not fit the base model."""
-        from hf_fsdp_plugin.tools.merge.folding import AdapterFold
-
         stored = read_stored_model(self.checkpoint, self.options.number)
         config = output.find_config_folder(self.checkpoint, self.options.config, (file_names.ADAPTER_CONFIG,))
         if config is None:
@@ -206,15 +198,28 @@ class _Job:
             fold.read(files, base_files)
         return fold, tensors
 
+    @cached_property
+    def _meta_model(self) -> Any:
+        """The model of the config; ``None`` if there is none, or if it cannot be built."""
+        if self.config_folder is not None:
+            # The comparison with the config reports errors. Libraries may print other lines than the result.
+            with contextlib.redirect_stdout(sys.stderr), contextlib.suppress(ImportError, ValueError):
+                return meta_model(self.config_folder)
+        return None
+
+    def _read_model(self, source: Path, number: int) -> StoredModel:
+        """Return the model of a checkpoint, with the names of its class if torch has saved it as ``{"model": …}``."""
+        stored = read_stored_model(source, number)
+        is_hf = stored.format in ("full", "hf_shards") and self.manifest is None
+        if not is_hf or not has_root(stored) or self._meta_model is None:
+            return stored
+        return without_root(stored, self._meta_model.state_dict().keys())
+
     def _fp32_names(self) -> list[str]:
         """Return the names of the tensors that the model keeps in fp32 when it is loaded in the new dtype."""
-        if self.options.dtype not in ("bfloat16", "float16") or self.config_folder is None:
+        if self.options.dtype not in ("bfloat16", "float16") or self._meta_model is None:
             return []
-        try:
-            with contextlib.redirect_stdout(sys.stderr):  # libraries may print other lines than the result
-                return fp32_names(self.model, meta_model(self.config_folder), self.options.dtype)
-        except (ImportError, ValueError):  # the comparison with the config reports it
-            return []
+        return fp32_names(self.model, self._meta_model, self.options.dtype)
 
     def compare_with_config(self) -> None:
         """Compare with the config's model, unless a manifest makes this unnecessary. Raises its errors."""

@@ -15,21 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.checking.inspection import checkpoint_of, why_incomplete
 from hf_fsdp_plugin.checkpoint.errors import file_problems_inside, problem, raise_if_any, refuse
-from hf_fsdp_plugin.checkpoint.folders import put_in_place
+from hf_fsdp_plugin.checkpoint.file_io import read_file, sync, write_atomically
+from hf_fsdp_plugin.checkpoint.folders import put_in_place, restore_replaced
 from hf_fsdp_plugin.checkpoint.formats.safetensors import SafetensorsFile, plan_files
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, StoredTensor, shared_tensors
-from hf_fsdp_plugin.checkpoint.io import read_file, sync, write_atomically
-from hf_fsdp_plugin.checkpoint.names import (
-    ADAPTER,
-    ADAPTER_CONFIG,
-    FSDP_MODEL,
-    HF_MODEL,
-    MERGING,
-    hidden_path,
-    is_adapter,
-)
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 """The dtypes that are converted. Integers, booleans and quantized weights keep their dtype."""
@@ -85,14 +77,10 @@ def plan_merge(
     tensors = {name: tensor for name, tensor in index.tensors.items() if name not in aliases}
     dtypes = {name: dtype if dtype and tensor.dtype in FLOATS else tensor.dtype for name, tensor in tensors.items()}
     dtypes |= {name: "float32" for name in fp32 if dtype and dtypes.get(name) == dtype}
-    adapter = is_adapter(tensors)
-    size, stem = (sys.maxsize, ADAPTER) if adapter else (max_shard_size, HF_MODEL)
+    adapter = file_names.is_adapter(tensors)
+    size, stem = (sys.maxsize, file_names.ADAPTER) if adapter else (max_shard_size, file_names.HF_MODEL)
     files = plan_files([(name, dtypes[name], tensor.shape) for name, tensor in tensors.items()], size, stem)
     return MergePlan(tensors=tensors, dtypes=dtypes, aliases=aliases, files=tuple(files), adapter=adapter)
-
-
-def is_output_layer(name: str) -> bool:
-    return name.rpartition(".")[0].rpartition(".")[2] in OUTPUT_LAYERS
 
 
 def _aliases(index: StoredModel, ties: Iterable[tuple[str, ...]]) -> dict[str, str]:
@@ -101,28 +89,20 @@ def _aliases(index: StoredModel, ties: Iterable[tuple[str, ...]]) -> dict[str, s
     order = {name: place for place, name in enumerate(index.tensors)}
     for group in ties:
         present = sorted({aliases.get(name, name) for name in group if name in order}, key=order.__getitem__)
-        present.sort(key=is_output_layer)
+        present.sort(key=lambda name: name.rpartition(".")[0].rpartition(".")[2] in OUTPUT_LAYERS)
         for name in present[1:]:
             aliases[name] = present[0]
             aliases.update({alias: present[0] for alias, kept in aliases.items() if kept == name})
     return aliases
 
 
-MODEL_CONFIGS = ("config.json", ADAPTER_CONFIG)
+MODEL_CONFIGS = ("config.json", file_names.ADAPTER_CONFIG)
 _PATTERNS = (
-    *MODEL_CONFIGS,
-    "generation_config.json",
-    "*tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",  # sentencepiece
-    "*processor_config.json",
-    "feature_extractor_config.json",
-    "chat_template*",
+    *MODEL_CONFIGS, "generation_config.json", "*tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*",
+    "merges.txt", "*.model", "*processor_config.json", "feature_extractor_config.json", "chat_template*",
     "additional_chat_templates/*.jinja",
-)
+)  # fmt: skip
+"""Files that are copied. Those of sentencepiece are ``*.model``."""
 
 
 def find_config_folder(checkpoint: Path, config: Path | None, names: Sequence[str] = MODEL_CONFIGS) -> Path | None:
@@ -141,7 +121,7 @@ def find_config_folder(checkpoint: Path, config: Path | None, names: Sequence[st
             refuse("FSDP-E489", config, f"has no {names[0]}.", fix)
         return folder
     here = checkpoint.resolve()
-    above = (here.parent, here.parent.parent) if here.name.startswith(FSDP_MODEL) else (here.parent,)
+    above = (here.parent, here.parent.parent) if here.name.startswith(file_names.FSDP_MODEL) else (here.parent,)
     return next((folder for folder in (checkpoint, *above) if _has_config(folder, names)), None)
 
 
@@ -194,7 +174,7 @@ def _has_config(folder: Path, names: Sequence[str]) -> bool:
 
 
 def staging_path(out: Path) -> Path:
-    return hidden_path(out, MERGING)
+    return file_names.hidden_path(out, file_names.MERGING)
 
 
 class MergeStaging:
@@ -229,6 +209,20 @@ class MergeStaging:
         self._is_committed = True
         if replaced is not None:
             shutil.rmtree(replaced)
+
+
+def prepare_output(out: Path, sources: Iterable[Path], *, force: bool, is_complete: bool = False) -> Path:
+    """Return the folder to write: the target of a symbolic link is replaced, not the link.
+
+    Args:
+        sources: what is read.
+        force, is_complete: as for :func:`check_places`, whose errors are raised.
+    """
+    out = Path(os.path.realpath(out))
+    restore_replaced(out)
+    for source in sources:
+        check_places(source, out, force=force, is_complete=is_complete)
+    return out
 
 
 def check_places(checkpoint: Path, out: Path, *, force: bool, is_complete: bool = False) -> None:

@@ -17,9 +17,8 @@ from hf_fsdp_plugin.checkpoint.storage import url_of
 from hf_fsdp_plugin.cli.output import print_result
 from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem, UsageError
 from hf_fsdp_plugin.text import SHORT_DTYPES, format_bytes, plural, printable
-from hf_fsdp_plugin.tools.common import ProgressBars, check_folder
+from hf_fsdp_plugin.tools.common import ProgressBars, check_folder, parse_bytes
 from hf_fsdp_plugin.tools.merge.merging import Merged, MergeOptions, merge
-from hf_fsdp_plugin.tools.text import parse_bytes
 
 DTYPES = {name: of_torch for of_torch, name in SHORT_DTYPES.items()}
 
@@ -37,9 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="bytes per file (default: 5GB)")
     about = "folder of config and tokenizer (default: CKPT or the folder above it)"
     add("--config", type=Path, metavar="DIR", help=about)
-    about = (
-        "merge the LoRA adapter of CKPT with the model in the folder BASE; --config is then the folder of its config"
-    )
+    about = "merge the LoRA adapter of CKPT with the model in the folder BASE; --config is the folder of its config"
     add("--fold-adapter", type=Path, metavar="BASE", help=about)
     about = "the model to write, if the checkpoint contains several (default: 0)"
     add("--model-number", type=int, dest="number", default=0, metavar="N", help=about)
@@ -81,9 +78,8 @@ def file_error(error: OSError, out: str | Path) -> CheckpointError:
     """Return the error that a file cannot be read or written, for this verb and for ``convert``."""
     message = f"cannot be read or written: {error.strerror or error}."
     origin = Origin(source=str(error.filename or out))
-    return CheckpointError(
-        [Problem(code="FSDP-E495", message=message, fix="Fix the cause, and start again.", origin=origin)]
-    )
+    fix = "Fix the cause, and start again."
+    return CheckpointError([Problem(code="FSDP-E495", message=message, fix=fix, origin=origin)])
 
 
 def _text(merged: Merged) -> str:

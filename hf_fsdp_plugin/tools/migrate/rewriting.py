@@ -7,7 +7,7 @@ without ``parallelism_config``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,8 +15,8 @@ import yaml
 
 from hf_fsdp_plugin.axes import MODEL_AXES
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
+from hf_fsdp_plugin.sources.config_tree import ConfigFile, config_tree, read_text
 from hf_fsdp_plugin.sources.interface import Sources, SourceSettings
-from hf_fsdp_plugin.sources.tree import ConfigFile, config_tree, read_text
 from hf_fsdp_plugin.spec.defaults import VERSION_DEFAULTS
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import Assessment, assess
@@ -81,7 +81,7 @@ def migrate(file: ConfigFile, to: int | None = None) -> Migration:
     target, is_json = _target(spec, to), file.path.suffix.lower() == ".json"
     lines = _lines(target.settings, config_text.in_yaml(before, is_json=is_json)[0])
     after = config_text.changed_text(before, lines, target.unused, is_json=is_json)
-    kept = [f"{spec.origin(name).written} is removed" for name in target.unused if spec.asked(name)]
+    kept = tuple(f"{spec.origin(name).written} is removed" for name in target.unused if spec.asked(name))
     new = replace(file, data=after.encode())
     migrated = assess(with_converted_config(Sources(config=new, environ={})))
     if wrong := _wrong_settings(spec, migrated, target.changes_mesh):
@@ -89,9 +89,7 @@ def migrate(file: ConfigFile, to: int | None = None) -> Migration:
         message = f"the file cannot be rewritten for FSDP{to}: {'; '.join(wrong)}."
         problem = Problem(code="FSDP-E792", message=message, fix=fix, origin=Origin(source=file.shown))
         raise SpecError([problem, *(each for each in migrated.problems if each.severity == "error")])
-    return Migration(
-        old=file, new=new, before=before, after=after, old_spec=spec, new_spec=migrated.spec, kept=tuple(kept)
-    )
+    return Migration(old=file, new=new, before=before, after=after, old_spec=spec, new_spec=migrated.spec, kept=kept)
 
 
 def _check_dialect(file: ConfigFile, reading: SourceSettings | None) -> None:
@@ -235,9 +233,6 @@ class BehaviorChange:
     becomes: str
     verify: str
     stock: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def behavior_changes(old: FsdpSpec, new: FsdpSpec) -> list[BehaviorChange]:

@@ -13,18 +13,18 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.cli.output import OK, exit_code, print_failure, print_json, print_problems, text_width
 from hf_fsdp_plugin.problems import SpecError, UsageError, has_errors
-from hf_fsdp_plugin.spec.values import setting_to_json
+from hf_fsdp_plugin.spec.value_parsers import setting_to_json
 from hf_fsdp_plugin.text import plural, printable, wrap_words
 from hf_fsdp_plugin.tools.check.verb import config_named
 from hf_fsdp_plugin.tools.common import check_needs
-from hf_fsdp_plugin.tools.config.text import check_place, file_exists_error, stock_limits, write_config
+from hf_fsdp_plugin.tools.config.text import check_new_file, stock_limits, write_config
 from hf_fsdp_plugin.tools.migrate.rewriting import BehaviorChange, Migration, behavior_changes, migrate
 
 
@@ -46,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         migration = migrate(config_named(args.config), int(args.to) if args.to else None)
         target = Path(args.out) if args.out else migration.old.path if args.in_place else None
-        _check_target(args, target)
+        if target is not None:
+            check_new_file(target, args.out or args.config, force=args.force or args.in_place)
     except SpecError as error:
         print_failure(error.problems, as_json=args.json)
         return exit_code(error.problems, args.config)
@@ -54,15 +55,6 @@ def run(args: argparse.Namespace) -> int:
         write_config(target, args.out or args.config, migration.after)
     _print(args, migration, target)
     return OK
-
-
-def _check_target(args: argparse.Namespace, target: Path | None) -> None:
-    """Raise ``SpecError`` if the file cannot be written."""
-    if target is None:
-        return
-    if args.out and os.path.lexists(target) and not args.force and not target.is_dir():
-        raise file_exists_error(args.out, "the file exists.", "--out")
-    check_place(target, args.out or args.config)
 
 
 def _print(args: argparse.Namespace, migration: Migration, written: Path | None) -> None:
@@ -75,8 +67,8 @@ def _print(args: argparse.Namespace, migration: Migration, written: Path | None)
     diff = list(difflib.unified_diff(before, after, shown, shown, lineterm=""))
     if args.json:
         tree: dict[str, Any] = {"ok": not has_errors(problems), "from": old.fsdp.version, "to": new.fsdp.version}
-        tree |= {"path": written, "text": migration.after, "diff": "\n".join(diff), "changes": changes}
-        tree |= {"kept": migration.kept, "stock_limits": limits, "problems": problems}
+        tree |= {"path": written, "text": migration.after, "diff": "\n".join(diff), "kept": migration.kept}
+        tree |= {"changes": list(map(asdict, changes)), "stock_limits": limits, "problems": problems}
         print_json(tree)
         return
     for line in _change_lines(migration, changes, limits):

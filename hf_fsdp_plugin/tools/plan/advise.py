@@ -12,21 +12,14 @@ from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import fit_table, format_memory, plural, truncate_lines, wrap_words
 from hf_fsdp_plugin.tools.config.text import new_text, script_arguments, setting_lines, stock_limits
-from hf_fsdp_plugin.tools.plan.estimate.machines import RANKS_PER_MACHINE
+from hf_fsdp_plugin.tools.plan.estimate.machines import RANKS_PER_MACHINE, Machine
 from hf_fsdp_plugin.tools.plan.output import Planned
 
 if TYPE_CHECKING:
     from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
-    from hf_fsdp_plugin.tools.plan.estimate.machines import Machine
     from hf_fsdp_plugin.tools.plan.estimate.planner import Advice, AdviceRow
 
 _ROWS: Final = 10
-_NO_MEMORY: Final = Problem(
-    code="FSDP-E726",
-    message="--advise needs the memory of a device.",
-    fix="Pass --gpu-memory 80GB, or --machine with a known machine.",
-    origin=Origin(source="command line", spelling="--advise", text=None),
-)
 
 
 def print_advice(args: argparse.Namespace, planned: Planned) -> int:
@@ -39,7 +32,10 @@ def print_advice(args: argparse.Namespace, planned: Planned) -> int:
 
     plan, workload, spec = planned.plan, planned.workload, planned.plan.spec
     if planned.gpu_memory is None:
-        raise SpecError([_NO_MEMORY])
+        origin = Origin(source="command line", spelling="--advise", text=None)
+        message = "--advise needs the memory of a device."
+        fix = "Pass --gpu-memory 80GB, or --machine with a known machine."
+        raise SpecError([Problem(code="FSDP-E726", message=message, fix=fix, origin=origin)])
     num_machines = num_machines_of(spec, plan.world_size, planned.machine)
     advice = advise(
         planned.model,
@@ -85,9 +81,8 @@ def _answer_lines(advice: Advice, chosen: AdviceRow | None) -> list[str]:
         lines += ["rejected, the closest first", *truncate_lines(rows, _ROWS), ""]
     if chosen is not advice.best:
         limits = " ".join(_stock_limits(advice.rows[0]))
-        lines += wrap_words(
-            f"The config is that of the best row that stock Accelerate runs too (»). {limits}", width, ""
-        )
+        text = f"The config is that of the best row that stock Accelerate runs too (»). {limits}"
+        lines += wrap_words(text, width, "")
     return lines
 
 

@@ -11,14 +11,13 @@ from hf_fsdp_plugin.cli.output import OK, PROBLEMS, colored, print_problems, pri
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_count, format_memory, format_table, plural, wrap_words
+from hf_fsdp_plugin.tools.common import format_seconds
 from hf_fsdp_plugin.tools.plan.estimate import types
-from hf_fsdp_plugin.tools.plan.estimate.machines import RANKS_PER_MACHINE
-from hf_fsdp_plugin.tools.text import format_seconds
+from hf_fsdp_plugin.tools.plan.estimate.machines import RANKS_PER_MACHINE, Machine
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from hf_fsdp_plugin.tools.plan.estimate.machines import Machine
     from hf_fsdp_plugin.tools.plan.estimate.time import TimeModel
 
 _HEADROOM: Final = 0.9

@@ -8,14 +8,14 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
-from hf_fsdp_plugin.checkpoint.io import write_atomically
+from hf_fsdp_plugin.checkpoint.file_io import write_atomically
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, equal_units
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_count, format_memory, plural, printable
+from hf_fsdp_plugin.tools.common import format_seconds
 from hf_fsdp_plugin.tools.plan.estimate import types
 from hf_fsdp_plugin.tools.plan.output import Prediction, subject_of
-from hf_fsdp_plugin.tools.text import format_seconds
 
 _COLORS: Final[dict[types.MemoryKind, str]] = {
     "params": "#0072b2", "grads": "#e69f00", "optimizer": "#009e73", "activations": "#cc79a7", "gathered": "#56b4e9",

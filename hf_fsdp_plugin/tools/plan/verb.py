@@ -20,14 +20,13 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 from hf_fsdp_plugin.cli.output import exit_code, in_line_order, print_failure
 from hf_fsdp_plugin.launcher.flags import FLAG_TABLES, Parser, add_setting_flags
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError, UsageError, has_errors
-from hf_fsdp_plugin.sources.environment import default_config_file
+from hf_fsdp_plugin.sources.environment_variables import default_config_file
 from hf_fsdp_plugin.tools.check import verb as check
 from hf_fsdp_plugin.tools.check.output import load_meta_model, plan_with_problems
-from hf_fsdp_plugin.tools.common import check_needs, whole_number
+from hf_fsdp_plugin.tools.common import SIZE_SPELLINGS, check_needs, nearest_multiples, parse_bytes, whole_number
 from hf_fsdp_plugin.tools.convert.conversion import print_conversion
 from hf_fsdp_plugin.tools.plan.estimate.types import Attention, Optimizer, UpdateLoop, Workload
 from hf_fsdp_plugin.tools.plan.output import Planned, predict, print_prediction
-from hf_fsdp_plugin.tools.text import SIZE_SPELLINGS, nearest_multiples, parse_bytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -106,13 +105,13 @@ def _read_subject(
     if gpu_memory is None and machine is not None:
         gpu_memory = int(machine.memory_bytes) or None
     lora_rank = args.lora_rank or (_QLORA_RANK if args.qlora else None)
-    model, model_problems = load_meta_model(args.model)
-    if model is not None and lora_rank is not None:
-        from hf_fsdp_plugin.tools.plan.adapters import with_lora
+    model, of_model = None, list[Problem]()
+    with _collected(of_model):
+        model = load_meta_model(args.model)
+        if lora_rank is not None:
+            from hf_fsdp_plugin.tools.plan.adapters import with_lora
 
-        whole, model = model, None
-        with _collected(problems):
-            model = with_lora(whole, rank=lora_rank, quantized=args.qlora)
+            model = with_lora(model, rank=lora_rank, quantized=args.qlora)
     args.model = None
     config = check.config_named(names[0]) if names else None
     if config is None and not (args.fsdp or args.fsdp_config or args.distributed_config):
@@ -124,7 +123,7 @@ def _read_subject(
         print_conversion(checked.converted)
     world_size = args.world_size or check.smallest_world_size(checked.spec)
     workload = _read_workload(args, world_size, problems)
-    problems += [*model_problems, *checked.problems]
+    problems += [*of_model, *checked.problems]
     shown = config.shown if config is not None else None
     if model is None:
         return None, shown

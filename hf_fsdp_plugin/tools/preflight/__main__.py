@@ -14,7 +14,8 @@ def main() -> None:
         train()
     except BaseException as error:
         preflight().end(error if is_failure(error) else None)
-        if not (is_failure(error) and preflight().needs_gpu):
+        # A run that has ended at what only a GPU can run has no failed stage.
+        if preflight().record.failed or not is_failure(error):
             raise
     preflight().end()
 

@@ -104,8 +104,8 @@ def find_clone(model_class: Any, config: Any) -> Clone:
         real = on_meta(model_class, config)
     except Exception as error:
         message = f"{model_class.__name__} cannot be built from its config: {error}"
-        problem = Problem(code="FSDP-E752", message=message, fix="Correct the config.json of the model.")
-        raise SpecError([problem]) from error
+        fix = "Correct the config.json of the model."
+        raise SpecError([Problem(code="FSDP-E752", message=message, fix=fix)]) from error
     stacks = [vars(part)[name] for part in config_parts(config) for name in vars(part) if _LAYERS.match(name)]
     numbers = [number for stack in stacks for number in (stack if isinstance(stack, list | tuple) else [stack])]
     most = max([_NUM_LAYERS[0], *(number for number in numbers if isinstance(number, int))])

@@ -22,7 +22,7 @@ from hf_fsdp_plugin.cli.output import Color, colored
 from hf_fsdp_plugin.launcher.flags import Parser, why_refused
 from hf_fsdp_plugin.problems import Problem, UsageError, has_errors
 from hf_fsdp_plugin.sources.command_line import flag_name
-from hf_fsdp_plugin.sources.environment import variables_without_torchrun
+from hf_fsdp_plugin.sources.environment_variables import variables_without_torchrun
 from hf_fsdp_plugin.sources.handover import LaunchHandover
 from hf_fsdp_plugin.sources.interface import Sources
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
@@ -170,12 +170,10 @@ def run_preflight(spec: FsdpSpec, sources: Sources, options: stages.Options, lim
         # Accelerators are hidden, so that libraries cannot take them.
         env |= {device.visible_variable: "" for device in DEVICES.values() if device.visible_variable}
         began = time.monotonic()
-
-        def why_stopped() -> str | None:
-            return f"{limit_s:g} s (--limit)" if time.monotonic() - began > limit_s else None
-
-        job = replace(spec, launch=launch)
-        run = run_job(["-m", _BUILTIN], job, world, handover, env=env, should_stop=why_stopped)
+        run = run_job(
+            ["-m", _BUILTIN], replace(spec, launch=launch), world, handover, env=env,
+            should_stop=lambda: f"{limit_s:g} s (--limit)" if time.monotonic() - began > limit_s else None,
+        )  # fmt: skip
         seconds = time.monotonic() - began
         records = stages.read_records(folder)
     rows, problems = _read_results(run, records)

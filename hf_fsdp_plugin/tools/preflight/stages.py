@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from hf_fsdp_plugin.checkpoint.io import write_atomically
+from hf_fsdp_plugin.checkpoint.file_io import write_atomically
 from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.rank_variables import launched_rank, launched_world_size
@@ -187,11 +187,6 @@ class Preflight:
         self.enter(stage)
         yield
         self.enter(before)
-
-    @property
-    def needs_gpu(self) -> bool:
-        """Whether the run has ended at what only a GPU can run, which is no failure."""
-        return not self.active and not self.record.failed
 
     def fail(self, error: BaseException) -> None:
         """Record a failure of the current stage, and end the stage. What only a GPU can run is not tested instead."""

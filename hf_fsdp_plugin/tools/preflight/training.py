@@ -30,6 +30,7 @@ from hf_fsdp_plugin.plan.meta_model import config_and_class
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import format_names
+from hf_fsdp_plugin.tools.check.output import reading_model
 from hf_fsdp_plugin.tools.merge.merging import MergeOptions, merge
 from hf_fsdp_plugin.tools.preflight.clone import MadeData, collate, find_clone, write_clone
 from hf_fsdp_plugin.tools.preflight.stages import REPORT_FILE, preflight, problems_of_error
@@ -109,14 +110,8 @@ def train() -> None:
     observing.attach(PreflightObserver())
     name = preflight().options.model
     parse_arguments()  # before a clone is made
-    try:
+    with reading_model(name):
         config, model_class = config_and_class(name)
-    except SpecError:
-        raise
-    except (ValueError, OSError) as error:
-        fix = "Give a directory with a config.json, or the name of a model in the local cache."
-        problem = Problem(code="FSDP-E709", message=" ".join(str(error).split()), fix=fix)
-        raise SpecError([problem]) from error
     if name.endswith(".gguf"):
         preflight().not_tested("reading the GGUF file")
     with preflight().stage("clone"):
@@ -138,9 +133,8 @@ def _make_trainer(model_class: Any, folder: Path) -> Trainer:
         preflight().not_tested("images: the made data has text only. Test them in a short run of your training script")
     metric = (arguments.metric_for_best_model or "loss").removeprefix("eval_")
     if metric != "loss":
-        preflight().not_tested(
-            f"the metric {metric!r}, which is made up. Test it in a short run of your training script"
-        )
+        what = f"the metric {metric!r}, which is made up. Test it in a short run of your training script"
+        preflight().not_tested(what)
     return Trainer(
         model=model,
         args=arguments,

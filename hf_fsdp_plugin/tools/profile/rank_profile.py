@@ -149,10 +149,9 @@ def read_trace(path: Path) -> Trace:
             launches[correlation] = start
         elif tree["ph"] == "X" and category in ("cpu_op", "user_annotation", *_KERNELS):
             thread = tree.get("tid", 0)
+            thread = thread if isinstance(thread, int) else 0
             end = start + float(tree.get("dur", 0))
-            rows.append(
-                (start, end, category, str(tree["name"]), thread if isinstance(thread, int) else 0, correlation)
-            )
+            rows.append((start, end, category, str(tree["name"]), thread, correlation))
         return None
 
     with path.open() as file:
@@ -303,9 +302,8 @@ def profile_of(
 
     def times_between(start: float, end: float) -> Times:
         start, end = device_time(start), device_time(end)
-        computed, called, waited = (
-            total_length(clip_intervals(each, start, end)) for each in (compute, communication, exposed)
-        )
+        sets = compute, communication, exposed
+        computed, called, waited = (total_length(clip_intervals(each, start, end)) for each in sets)
         return Times(seconds=end - start, compute=computed, communication=called, exposed=waited)
 
     times: dict[Phase, Times] = defaultdict(Times)

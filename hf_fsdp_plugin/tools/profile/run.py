@@ -38,14 +38,7 @@ from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.rank_variables import launched_rank, launched_world_size
 from hf_fsdp_plugin.state import process
-from hf_fsdp_plugin.tools.profile import rank_profile
-from hf_fsdp_plugin.tools.profile.run_profile import (
-    NUM_TRACES,
-    OPTIONS_VARIABLE,
-    ProfileOptions,
-    remove_paths,
-    write_file,
-)
+from hf_fsdp_plugin.tools.profile import rank_profile, run_profile
 from hf_fsdp_plugin.torch_private.functions import profiler_is_running
 from hf_fsdp_plugin.torch_private.modules import set_unit_name, unit_name
 
@@ -148,11 +141,11 @@ class Profiling(Observer):
 
     def __init__(self) -> None:
         self.active = False
-        self.options = ProfileOptions(folder="")
+        self.options = run_profile.ProfileOptions(folder="")
         self._hooks: list[Any] = []
         self._profiler: Any = None
 
-    def begin(self, options: ProfileOptions) -> None:
+    def begin(self, options: run_profile.ProfileOptions) -> None:
         """Profile from now on."""
         self.active, self.options = True, options
         self._model: nn.Module | None = None
@@ -284,9 +277,9 @@ class Profiling(Observer):
             facts=self._facts(plan, units),
         )
         try:
-            write_file(options.rank_file(rank), json.dumps(asdict(profile)).encode())
-            if content is not None and rank < NUM_TRACES:
-                write_file(options.trace_file(rank), gzip.compress(content, compresslevel=3, mtime=0))
+            run_profile.write_file(options.rank_file(rank), json.dumps(asdict(profile)).encode())
+            if content is not None and rank < run_profile.NUM_TRACES:
+                run_profile.write_file(options.trace_file(rank), gzip.compress(content, compresslevel=3, mtime=0))
         except OSError as error:
             _remove_files(options)
             message = f"the profile cannot be written to {options.folder}: {error.strerror or error}."
@@ -302,17 +295,15 @@ class Profiling(Observer):
             }
             for unit in units
         }
-        if plan is None:
-            return {"units": of_units}
-        return {
-            "units": of_units,
-            "plan": {name: getattr(plan, name) for name in ("backend", "strategy", "model_class")},
-        }
+        facts: dict[str, Any] = {"units": of_units}
+        if plan is not None:
+            facts["plan"] = {name: getattr(plan, name) for name in ("backend", "strategy", "model_class")}
+        return facts
 
 
-def _remove_files(options: ProfileOptions) -> None:
+def _remove_files(options: run_profile.ProfileOptions) -> None:
     with contextlib.suppress(OSError):
-        remove_paths([options.rank_file(_rank()), options.trace_file(_rank())])
+        run_profile.remove_paths([options.rank_file(_rank()), options.trace_file(_rank())])
 
 
 def _rank() -> int:
@@ -329,4 +320,4 @@ profiling = process.owns(Profiling)
 
 def attach(spec: Any) -> None:
     """Profile the script of this rank, with the options that ``hf-fsdp profile`` has put into the environment."""
-    profiling().begin(ProfileOptions(**json.loads(os.environ.pop(OPTIONS_VARIABLE))))
+    profiling().begin(run_profile.ProfileOptions(**json.loads(os.environ.pop(run_profile.OPTIONS_VARIABLE))))

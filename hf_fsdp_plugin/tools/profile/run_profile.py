@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, Final, NamedTuple
 
-from hf_fsdp_plugin.checkpoint.io import write_atomically
+from hf_fsdp_plugin.checkpoint.file_io import write_atomically
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import plural
 from hf_fsdp_plugin.tools.plan.estimate.types import CollectiveKind

@@ -26,10 +26,9 @@ from hf_fsdp_plugin.launcher import flags
 from hf_fsdp_plugin.launcher.flags import LaunchArguments
 from hf_fsdp_plugin.problems import Problem, SpecError, UsageError, has_errors
 from hf_fsdp_plugin.text import format_bytes, format_table, plural
-from hf_fsdp_plugin.tools.common import whole_number
+from hf_fsdp_plugin.tools.common import format_seconds, whole_number
 from hf_fsdp_plugin.tools.profile import run_profile as profiling
 from hf_fsdp_plugin.tools.profile.run_profile import OBSERVER, OPTIONS_VARIABLE, ProfileOptions, RunProfile
-from hf_fsdp_plugin.tools.text import format_seconds
 
 _FLAGS: Final[Mapping[str, tuple[str, str]]] = flags.FLAG_TABLES["profile"]
 _VARIABLES: Final = {

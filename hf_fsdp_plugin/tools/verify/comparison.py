@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.checkpoint import errors
+from hf_fsdp_plugin.checkpoint.file_io import read_file
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel
-from hf_fsdp_plugin.checkpoint.io import read_file
 from hf_fsdp_plugin.checkpoint.names import is_adapter, is_wrapped_by_peft
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.text import format_names, format_shape, plural
@@ -68,16 +68,21 @@ def _read_config(folder: Path) -> dict[str, Any] | None:
 
 
 def _differences(stored: StoredModel, model: Any, path: Path) -> list[Problem]:
-    from hf_fsdp_plugin.tools.loaded_weights import loaded_names
+    from hf_fsdp_plugin.tools.loaded_weights import loaded_groups, loaded_names, without_root
 
     state = model.state_dict(keep_vars=True)
     expected = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    stored = without_root(stored, state.keys())
     loaded = loaded_names(stored, model)
     names = {name: target for name, (target, _) in loaded.items()}
     merged = {target for target, pattern in loaded.values() if pattern is not None}
     # Tensors that Transformers merges or splits when it loads them have different shapes in the files.
     shapes = {names[name]: tensor.shape for name, tensor in stored.tensors.items() if names[name] not in merged}
-    present = {id(state[name]) for name in names.values() if name in state}  # tied names have the same tensor
+    found = set(names.values())
+    if merged:
+        with contextlib.suppress(Exception):  # of operations that need values, which tensors on meta do not have
+            found.update(name for group in loaded_groups(stored, model) for name in group.targets)
+    present = {id(state[name]) for name in found if name in state}  # tied names have the same tensor
     missing = [name for name, tensor in state.items() if id(tensor) not in present]
     missing = _not_matching(missing, getattr(model, "_keys_to_ignore_on_load_missing", None))
     unexpected = [name for name in stored.tensors if names[name] not in expected]
@@ -113,9 +118,7 @@ def difference_problems(
         ("FSDP-E478", unexpected, f"contains {plural(len(unexpected), 'parameter')} that {target} does not have"),
         ("FSDP-E479", other, f"contains {plural(len(other), 'tensor')} with another dtype or shape than in {target}"),
     ]
-    return [
-        errors.problem(code, place, f"{text}: {format_names(names, 3)}.", fix) for code, names, text in found if names
-    ]
+    return [errors.problem(code, place, f"{text}: {format_names(own, 3)}.", fix) for code, own, text in found if own]
 
 
 def _not_matching(names: Iterable[str], patterns: Iterable[str] | None) -> list[str]:

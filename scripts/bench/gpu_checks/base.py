@@ -292,7 +292,7 @@ class Run:
     def __init__(self, case: Case, size: Size = TINY, *, stock: bool = False, **optimizer: Any) -> None:
         import torch
 
-        from hf_fsdp_plugin.torch_private.functions import CollectiveGradScaler
+        from hf_fsdp_plugin.torch_private.grad_scaler import CollectiveGradScaler
 
         model = size.model() if size is TINY else size.model(torch_device(case))
         self.accelerator = new_accelerator(case, stock=stock, model=model)

@@ -3,10 +3,14 @@
 A Trainer trains a Llama with 162 million parameters on two gloo ranks: with 500 million, 24 GB are too few for all
 ways. After some steps a callback saves, alternately with the stock functions and plugin of the Trainer and Accelerate,
 with this plugin, and with ``torch.distributed.checkpoint``: ``save``, and ``async_save`` with a thread, with a process,
-and with a ``DefaultStager`` that is used again. A stall is the time that the call takes on the slowest rank; a save is
-complete when rank 0 sees the whole checkpoint. torch writes the state of model and optimizer, in a process group of its
-own. Before each save the disk is synced and the previous checkpoint is removed, so that the page cache is the same for
-all. Memory is the growth of the resident size of rank 0 during a save: buffers of an earlier save are not counted.
+and with a ``DefaultStager`` that is used again. The stager copies at once, or as in torchtitan to shared memory, beside
+the next forward and backward, while the step waits. torch writes the state of model and optimizer, in a process group
+of its own. This plugin also writes just that (``state``), without the files of the Trainer.
+
+A stall is the time that the call takes on the slowest rank; a save is complete when rank 0 sees the whole checkpoint.
+Before each save the disk is synced and the previous checkpoint is removed, so that the page cache is the same for all.
+Memory is the growth of the resident size of rank 0 until the save is complete, with the steps that go on meanwhile:
+buffers of an earlier save are not counted.
 
     python -m scripts.bench checkpoint_save       (four minutes on 2 cores; writes docs/results/checkpoint_save.json)
 """
@@ -23,6 +27,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +40,12 @@ ROUNDS = (
     "sharded stock",
     "sharded ours",
     "sharded ours, asynchronous",
+    "state ours, asynchronous",
     "torch save",
     "torch thread, asynchronous",
     "torch process, asynchronous",
     "torch stager, asynchronous",
+    "torch titan, asynchronous",
 )
 FULL = ("full stock", "full ours")
 
@@ -72,10 +79,23 @@ class TorchSaves:
 
     def __init__(self) -> None:
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         self._group: Any = None
-        self._stager = DefaultStager(StagingOptions(False, False, False, False))  # the others need an accelerator
+        # Pinned memory, shared memory, staging beside the training, non-blocking copies. The first and the last need an
+        # accelerator.
+        self._stagers = {
+            "stager": DefaultStager(StagingOptions(False, False, False, False)),
+            "titan": DefaultStager(StagingOptions(False, True, True, False)),
+        }
+        self._staging: Any = None
         self._future: Any = None
+        register_optimizer_step_pre_hook(lambda *_: self.wait_for_copies())
+
+    def wait_for_copies(self) -> None:
+        if self._staging is not None:
+            self._staging.result()
+            self._staging = None
 
     def save(self, trainer: Any, what: str, folder: Path) -> None:
         import torch.distributed as dist
@@ -90,11 +110,14 @@ class TorchSaves:
         if "asynchronous" not in what:
             dcp.save(state, checkpoint_id=folder, process_group=self._group)
             return
-        kind = AsyncCheckpointerType.PROCESS if "process" in what else AsyncCheckpointerType.THREAD
-        stager = self._stager if "stager" in what else None
-        self._future = dcp.async_save(
+        way = what.split()[1].rstrip(",")
+        kind = AsyncCheckpointerType.PROCESS if way in ("process", "titan") else AsyncCheckpointerType.THREAD
+        stager = self._stagers.get(way)
+        found: Any = dcp.async_save(
             state, checkpoint_id=folder, process_group=self._group, async_checkpointer_type=kind, async_stager=stager
         )
+        self._staging = getattr(found, "staging_completion", None)
+        self._future = getattr(found, "upload_completion", found)
 
     def wait(self) -> None:
         if self._future is not None:
@@ -170,6 +193,7 @@ def measured_callback(args: argparse.Namespace, folder: Path, results: dict[str,
     import torch.distributed as dist
     from transformers import Trainer, TrainerCallback
 
+    from hf_fsdp_plugin.checkpoint.writing.state_files import manifest_of
     from hf_fsdp_plugin.integrations.saving import manager
 
     plan = schedule(args)
@@ -187,6 +211,11 @@ def measured_callback(args: argparse.Namespace, folder: Path, results: dict[str,
             start = time.perf_counter()
             torch_saves.save(trainer, what, folder / f"checkpoint-{trainer.state.global_step}")
             return slowest(time.perf_counter() - start)
+        if kind == "state":
+            dist.barrier()
+            start = time.perf_counter()
+            save_state(trainer, folder / f"checkpoint-{trainer.state.global_step}")
+            return slowest(time.perf_counter() - start)
         ours = "ours" in what
         way = as_ours(trainer, kind, asynchronous="asynchronous" in what) if ours else as_stock(trainer, kind)
         with way:
@@ -198,10 +227,17 @@ def measured_callback(args: argparse.Namespace, folder: Path, results: dict[str,
                 Trainer._save_checkpoint(trainer, trainer.model, None)
             return slowest(time.perf_counter() - start)
 
+    def save_state(trainer: Any, path: Path) -> None:
+        """Save what torch's ways save: the model and the optimizer."""
+        model, manifest = trainer.model, partial(manifest_of, trainer.model, "sharded", step=None, batch={})
+        with manager().saving(path, manifest, asynchronous=True) as into:
+            manager().save_model(model, into, "sharded")
+            manager().save_optimizer(model, trainer.optimizer.optimizer, into, "sharded")
+
     class Measure(TrainerCallback):
         trainer: Any = None
-        writing = False
         watch: threading.Thread | None = None
+        saving, entry, before = "", None, 0
 
         def wait(self) -> None:
             """Wait for the save in flight, and until rank 0 has seen it."""
@@ -209,20 +245,23 @@ def measured_callback(args: argparse.Namespace, folder: Path, results: dict[str,
             torch_saves.wait()
             if self.watch is not None:
                 self.watch.join()
+            if self.entry is not None:
+                self.entry["rank0_grew"] = peak_bytes() - self.before
+            self.saving, self.entry = "", None
 
         def on_train_end(self, *_: Any, **__: Any) -> None:
             self.wait()
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             dist.barrier()
-            self.writing = manager().save_in_flight is not None
             self.start = time.perf_counter()
 
         def on_step_end(self, arguments: Any, state: Any, control: Any, **_: Any) -> None:
             seconds = slowest(time.perf_counter() - self.start)
             number = state.global_step - 1
             if number > 0:
-                results["steps"].append({"seconds": seconds, "writing": self.writing, "number": number})
+                results["steps"].append({"seconds": seconds, "saving": self.saving, "number": number})
+            self.saving = ""  # of the steps beside a save, only the first one waits for copies
             what = plan[number] if number < len(plan) else None
             if what is None:
                 return
@@ -237,13 +276,16 @@ def measured_callback(args: argparse.Namespace, folder: Path, results: dict[str,
             path = folder / f"checkpoint-{state.global_step}"
             if what.startswith("torch"):
                 path /= ".metadata"
-            before = reset_peak()
+            self.before, self.entry = reset_peak(), entry
             self.watch = when_complete(path, entry, time.perf_counter()) if dist.get_rank() == 0 else None
             stall = save(self.trainer, what)
-            entry |= {"stall": stall, "rank0_grew": peak_bytes() - before}
+            entry["stall"] = stall
+            if what.endswith("asynchronous"):
+                self.saving = what
+            else:
+                self.wait()
             if dist.get_rank() == 0:
-                grew = entry["rank0_grew"] / GB
-                print(f"step {state.global_step}: {what}: {stall:.2f} s, rank 0 +{grew:.2f} GB", flush=True)
+                print(f"step {state.global_step}: {what}: {stall:.3f} s", flush=True)
 
     return Measure()
 
@@ -299,8 +341,15 @@ def write(args: argparse.Namespace, results: dict[str, Any], weights: int) -> No
     grew = {what: max(entry["rank0_grew"] for entry in entries) for what, entries in saves.items()}
     complete = {what: statistics.median(entry["complete"] for entry in entries) for what, entries in saves.items()}
     peers = {what: statistics.median(found) for what, found in stalls.items() if what.startswith("torch")}
-    free = [step["seconds"] for step in results["steps"] if not step["writing"]]
-    busy = [step["seconds"] for step in results["steps"] if step["writing"]]
+    steps: dict[str, list[float]] = {}
+    for step in results["steps"]:
+        steps.setdefault(step["saving"] or "free", []).append(step["seconds"])
+    step_seconds = {what: statistics.median(found) for what, found in steps.items()}
+    ours = "state ours, asynchronous"
+    best = {
+        what: min(figures[each] for each in peers if each.endswith("asynchronous"))
+        for what, figures in (("stall", peers), ("complete", complete), ("growth", grew), ("step", step_seconds))
+    }
     result = {
         "model": f"Llama, {args.layers} layers, hidden {args.hidden}, {weights / 4e6:.0f} M parameters, fp32",
         "weights_bytes": weights,
@@ -308,20 +357,21 @@ def write(args: argparse.Namespace, results: dict[str, Any], weights: int) -> No
         "stall_seconds": {what: [round(value, 3) for value in values] for what, values in stalls.items()},
         "complete_seconds": {what: round(seconds, 3) for what, seconds in complete.items()},
         "rank0_growth_bytes": grew,
-        "step_seconds": {"free": round(statistics.median(free), 3), "while_writing": round(statistics.median(busy), 3)},
+        "step_seconds": {what: round(seconds, 3) for what, seconds in step_seconds.items()},
         "steps": [{**step, "seconds": round(step["seconds"], 3)} for step in results["steps"]],
         "ratios": {
             "asynchronous_first": round(first / stock, 3),
             "asynchronous_later": round(statistics.median(later) / stock, 3),
             "synchronous_sharded": round(statistics.median(stalls["sharded ours"]) / stock, 3),
             "full": round(statistics.median(stalls["full ours"]) / full_stock, 3),
-            "step_while_writing": round(statistics.median(busy) / statistics.median(free), 3),
+            "step_while_writing": round(step_seconds["sharded ours, asynchronous"] / step_seconds["free"], 3),
             "synchronous_over_torch": round(statistics.median(stalls["sharded ours"]) / peers["torch save"], 3),
-            **{
-                f"asynchronous_over_{what.split()[1].rstrip(',')}": round(statistics.median(later) / seconds, 3)
-                for what, seconds in peers.items()
-                if what.endswith("asynchronous")
-            },
+        },
+        "over_best_of_torch": {
+            "stall": round(statistics.median(stalls[ours]) / best["stall"], 3),
+            "complete": round(complete[ours] / best["complete"], 3),
+            "rank0_growth": round(grew[ours] / best["growth"], 3),
+            "step_beside_the_save": round(step_seconds[ours] / best["step"], 3),
         },
         "full_memory_saved_bytes": grew["full stock"] - grew["full ours"],
     }

@@ -107,7 +107,7 @@ def commit(staging: Any, run: MadeUpRun) -> dict[str, Any]:
 
 def measure(world: int, version: int, layers: int, work: Path) -> dict[str, Any]:
     from hf_fsdp_plugin.checkpoint.names import DCP_METADATA
-    from hf_fsdp_plugin.checkpoint.writing.staging import StagingFolder
+    from hf_fsdp_plugin.checkpoint.writing.staging_folder import StagingFolder
 
     run = MadeUpRun(world, llama_shapes(layers), version)
     staging = StagingFolder(work / "checkpoint-20")

@@ -69,7 +69,7 @@ def save_model(size: dict[str, Any], folder: Path) -> None:
 
 
 class Memory:
-    """The largest growth of this process's memory, in bytes."""
+    """The largest growth of this process's memory in bytes, by kind; ``Rss`` is all of it."""
 
     def __init__(self) -> None:
         self._start = self._read()
@@ -81,7 +81,8 @@ class Memory:
     @staticmethod
     def _read() -> dict[str, int]:
         fields = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
-        return {name[0].rstrip(":"): int(name[1]) << 10 for name in fields if name and name[0].startswith("Rss")}
+        sizes = {name[0].rstrip(":"): int(name[1]) << 10 for name in fields if name and name[0].startswith("Rss")}
+        return {**sizes, "Rss": sum(sizes.values())}
 
     def _sample(self) -> None:
         while not self._ended.wait(0.01):

@@ -160,13 +160,14 @@ def measure(command: list[str], folder: Path, out: Path) -> Run:
 
 def check_equal(ours: Path, stock: Path) -> None:
     """Check that both programs write the same tensors. Otherwise their times cannot be compared."""
+    from hf_fsdp_plugin.checkpoint.file_io import InputFiles
     from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
-    from hf_fsdp_plugin.checkpoint.io import InputFiles
     from hf_fsdp_plugin.tools.merge.copying import same_elements
 
     mine, theirs = read_stored_model(ours).tensors, read_stored_model(stock).tensors
-    if mine.keys() != theirs.keys():
-        raise SystemExit(f"the names differ: {sorted(mine.keys() ^ theirs.keys())[:5]}")
+    described = [{(name, t.dtype, t.shape) for name, t in tensors.items()} for tensors in (mine, theirs)]
+    if described[0] != described[1]:
+        raise SystemExit(f"names, dtypes or shapes differ: {sorted(described[0] ^ described[1])[:5]}")
     with InputFiles(ours) as files, InputFiles(stock) as others:
         wrong = [name for name in mine if not same_elements(files, mine[name], others, theirs[name])]
     if wrong:

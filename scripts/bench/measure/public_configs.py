@@ -21,12 +21,12 @@ import yaml
 
 from hf_fsdp_plugin.problems import Problem, has_errors
 from hf_fsdp_plugin.sources import accelerate_file
+from hf_fsdp_plugin.sources.config_tree import ConfigEntry, ConfigFile
 from hf_fsdp_plugin.sources.interface import Sources
-from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFile
 from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.tools.convert import conversion
-from hf_fsdp_plugin.tools.convert.converted import TARGETS
 from hf_fsdp_plugin.tools.convert.dialects.interface import DialectDocument, DialectReading, leaves
+from hf_fsdp_plugin.tools.convert.verb import TARGETS
 from hf_fsdp_plugin.vocabulary import Scope, find_row
 from scripts.bench.common import ROOT, make_parser
 from scripts.bench.tables.update_results import write_result

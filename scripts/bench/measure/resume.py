@@ -6,6 +6,7 @@ The ways alternate, and the files of a way are read into the page cache before i
 - ``Accelerator.load_state`` of a checkpoint in each state dict type, saved by the same stack; model, AdamW and random
   states
 - ``best``: the model alone, as the Trainer loads it for ``load_best_model_at_end``
+- ``on 4 ranks``: a checkpoint of two ranks, by four: each reads what it needs of the files of others
 - ``export``: the model alone, from a folder for ``from_pretrained``
 - ``stock``: the same with Accelerate's own FSDP2. Accelerate prepares FSDP on accelerators only; the distributed type
   of its state is set by hand.
@@ -38,7 +39,8 @@ SIZES = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 11
 NUM_RANKS = 2
 WAYS = (
     "stock, sharded", "plugin, sharded", "plugin, sharded, not verified", "plugin, local", "plugin, full",
-    "plugin, sharded, FSDP1", "plugin, full, FSDP1", "stock, best", "plugin, best", "plugin, export",
+    "stock, sharded, on 4 ranks", "plugin, sharded, on 4 ranks", "plugin, sharded, FSDP1", "plugin, full, FSDP1",
+    "stock, best", "plugin, best", "plugin, export",
 )  # fmt: skip
 """Stack, state dict type or part, and what differs from FSDP2 and reads that are compared with the hashes."""
 
@@ -53,7 +55,13 @@ def parse_args() -> argparse.Namespace:
 
 def saved_as(way: str) -> str:
     """Return the name of the checkpoint that a way loads."""
-    return way.replace("best", "sharded").replace(", not verified", "").replace(" ", "").replace(",", "_")
+    for part in (", not verified", ", on 4 ranks"):
+        way = way.replace(part, "")
+    return way.replace("best", "sharded").replace(" ", "").replace(",", "_")
+
+
+def ranks_of(way: str) -> int:
+    return 4 if "4 ranks" in way else NUM_RANKS
 
 
 def make_accelerator(way: str) -> Any:
@@ -188,7 +196,7 @@ def main() -> int:
         for number in range(args.rounds):
             for way in args.ways if number % 2 == 0 else args.ways[::-1]:
                 _cache(folder / saved_as(way))
-                one = run_ranks(way, NUM_RANKS, folder, __file__)
+                one = run_ranks(way, ranks_of(way), folder, __file__)
                 found.setdefault(way, []).append(one)
                 print(f"{way}: {one}", file=sys.stderr, flush=True)
     medians = {

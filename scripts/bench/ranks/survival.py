@@ -47,7 +47,7 @@ def train(rank: int, report: Callable[..., None], model: Any, run: Path, setting
     from transformers import TrainerCallback
 
     from hf_fsdp_plugin.checkpoint.writing.manager import Save
-    from hf_fsdp_plugin.checkpoint.writing.staging import StagingFolder
+    from hf_fsdp_plugin.checkpoint.writing.staging_folder import StagingFolder
 
     def step_of(path: Path) -> int:
         return int(path.name.rpartition("-")[2])

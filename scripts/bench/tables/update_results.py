@@ -26,8 +26,8 @@ from scripts.bench.tables.described import DESCRIBED
 from scripts.bench.tables.hangs import hangs
 from scripts.bench.tables.planning import planner_time
 
-DOCUMENTS = (ROOT / "docs" / "results.md", ROOT / "docs" / "checkpoints.md")
 BLOCK = re.compile(r"(<!-- results:begin (?P<name>[\w-]+) -->\n).*?(<!-- results:end (?P=name) -->)", re.DOTALL)
+DOCUMENTS = (ROOT / "docs" / "results.md", ROOT / "docs" / "checkpoints.md")
 HEAD = ("date", "commit", "machine", "versions", "load_average_of_15_minutes", "command", "device")
 
 Result = dict[str, Any]
@@ -35,6 +35,7 @@ Result = dict[str, Any]
 
 def checkpoint_save(result: Result) -> list[str]:
     stalls, ratios, grew = result["stall_seconds"], result["ratios"], result["rank0_growth_bytes"]
+    steps, best = result["step_seconds"], result["over_best_of_torch"]
 
     def row(name: str, what: str, stock: str, ratio: str) -> str:
         theirs, ours = statistics.median(stalls[stock]), statistics.median(stalls[what])
@@ -42,7 +43,7 @@ def checkpoint_save(result: Result) -> list[str]:
 
     first, *later = stalls["sharded ours, asynchronous"]
     sharded = statistics.median(stalls["sharded stock"])
-    peers = [what for what in result.get("complete_seconds", {}) if what.startswith(("sharded ours", "torch"))]
+    peers = [what for what in result.get("complete_seconds", {}) if what.startswith(("sharded ours", "state", "torch"))]
     return [
         "| training pauses | stock | plugin | ratio |",
         "|---|---|---|---|",
@@ -54,22 +55,26 @@ def checkpoint_save(result: Result) -> list[str]:
         "",
         *(
             [
-                "| `torch.distributed.checkpoint` | training pauses | complete after | rank 0 grows by |",
-                "|---|---|---|---|",
+                "| `torch.distributed.checkpoint` | training pauses | next step | complete after | rank 0 grows by |",
+                "|---|---|---|---|---|",
             ]
             if peers
             else []
         ),
         *(
-            f"| {what} | {statistics.median(stalls[what]):.2f} s | {result['complete_seconds'][what]:.2f} s "
-            f"| {grew[what] / 1e9:.2f} GB |"
+            f"| {what} | {statistics.median(stalls[what]):.3f} s | {steps.get(what, steps['free']):.2f} s "
+            f"| {result['complete_seconds'][what]:.2f} s | {grew[what] / 1e9:.2f} GB |"
             for what in peers
         ),
         *([""] if peers else []),
         f"During a full save the memory of rank 0 grows by {grew['full stock'] / 1e9:.2f} GB in the stock stack and by "
         f"{grew['full ours'] / 1e9:.2f} GB with the plugin (the weights are {result['weights_bytes'] / 1e9:.2f} GB). "
-        f"While a checkpoint is written in the background, a step takes {ratios['step_while_writing']:.3f} times its "
-        "usual time.",
+        "The step after an asynchronous save, beside which the shards are copied, takes "
+        f"{ratios['step_while_writing']:.3f} times its usual time.",
+        "",
+        "Asynchronous saves of the state against the best of torch's four asynchronous ways in each figure: pause "
+        f"{best['stall']:.2f}, complete {best['complete']:.2f}, growth of rank 0 {best['rank0_growth']:.2f}, next step "
+        f"{best['step_beside_the_save']:.2f}.",
         "",
         f"{result['model']}; {result['ranks']} CPU ranks, one thread each; `Trainer._save_checkpoint` on the same live "
         "model.",
@@ -437,20 +442,22 @@ def write_result(name: str, path: Path, result: Result) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a document is out of date")
-    parser.add_argument("--document", type=Path, action="append", help="by default, those in docs/ that have tables")
+    parser.add_argument("--document", type=Path, nargs="+", default=DOCUMENTS)
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
-    for document in args.document or DOCUMENTS:
+    code = 0
+    for document in args.document:
         text = document.read_text()
         filled = render(text, args.results)
         if filled == text:
             continue
         if args.check:
             print(f"{document} is out of date. Run: python -m scripts.bench.tables.update_results", file=sys.stderr)
-            return 1
-        document.write_text(filled)
-        print(f"wrote {document}")
-    return 0
+            code = 1
+        else:
+            document.write_text(filled)
+            print(f"wrote {document}")
+    return code
 
 
 if __name__ == "__main__":

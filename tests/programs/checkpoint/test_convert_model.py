@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.distributed import checkpoint as dcp
 
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
 from hf_fsdp_plugin.problems import CheckpointError
+from hf_fsdp_plugin.tools import loaded_weights
 from hf_fsdp_plugin.tools.convert import checkpoint, verb
 from hf_fsdp_plugin.tools.convert.checkpoint import ConvertedCheckpoint
 from hf_fsdp_plugin.tools.convert.model_folder import convert_model_folder
@@ -92,6 +95,32 @@ def test_bin_folder_is_converted(tmp_path: Path) -> None:
     torch.save(model.state_dict(), tmp_path / "hf" / "pytorch_model.bin")
     convert(tmp_path / "hf", tmp_path / "out")
     assert_equal(loaded(tmp_path / "out", MAKERS["tied"]), model.state_dict())
+
+
+def test_tensor_of_several_parameters_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.core_model_loading import Chunk, WeightConverter
+
+    source, state = save(tmp_path / "hf"), tiny_llama().state_dict()
+    for path in source.glob("model*"):
+        path.unlink()
+    for gate in [name for name in state if ".gate_proj." in name]:
+        fused = torch.cat([state.pop(gate), state.pop(gate.replace("gate", "up"))])
+        state[gate.replace("gate", "gate_up")] = fused
+    save_file(state, source / "model.safetensors")
+    rule = WeightConverter("gate_up_proj", ["gate_proj", "up_proj"], operations=[Chunk(dim=0)])
+    monkeypatch.setattr(loaded_weights, "_mapping", lambda model: [rule])
+    read, reads = loaded_weights.read_tensor, Counter[str]()
+
+    def counted(files: Any, tensor: Any) -> torch.Tensor:
+        reads[tensor.name] += 1
+        return read(files, tensor)
+
+    monkeypatch.setattr(loaded_weights, "read_tensor", counted)
+    convert(source, tmp_path / "out")
+    fused = [name for name in state if "gate_up" in name]
+    assert {name: reads[name] for name in fused} == dict.fromkeys(fused, 1)
+    assert_equal(loaded(tmp_path / "out", tiny_llama), tiny_llama().state_dict())
+    assert verify(source).ok
 
 
 def test_folder_without_config_keeps_its_names(tmp_path: Path) -> None:

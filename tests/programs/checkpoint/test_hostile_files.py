@@ -12,7 +12,7 @@ def test_file_larger_than_the_memory_is_refused(tmp_path: Path) -> None:
         out.truncate(3 << 29)
     program = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30)); from pathlib import Path\n"
-        "from hf_fsdp_plugin.checkpoint.io import read_file\n"
+        "from hf_fsdp_plugin.checkpoint.file_io import read_file\n"
         "try: read_file(Path(sys.argv[1]))\n"
         "except ValueError as error: print(error)\n"
     )

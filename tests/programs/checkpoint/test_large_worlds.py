@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_fsdp_plugin.checkpoint.writing.staging import StagingFolder
+from hf_fsdp_plugin.checkpoint.writing.staging_folder import StagingFolder
 from hf_fsdp_plugin.tools.inspect.summary import summarize
 from tests.support.call_counts import calls_of
 from tests.support.made_up_runs import Counts, MadeUpRun, llama_shapes, plan_resume, sparse_data

@@ -11,8 +11,8 @@ from unittest.mock import patch
 import pytest
 
 from hf_fsdp_plugin.checkpoint.checking.inspection import why_incomplete
+from hf_fsdp_plugin.checkpoint.file_io import InputFiles
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
-from hf_fsdp_plugin.checkpoint.io import InputFiles
 from hf_fsdp_plugin.checkpoint.storage import Storage, fetched, folder_of
 from hf_fsdp_plugin.cli.main import main
 from hf_fsdp_plugin.integrations.saving import manager, remove_oldest

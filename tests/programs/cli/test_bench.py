@@ -6,7 +6,7 @@ import re
 import pytest
 
 from hf_fsdp_plugin.runs.failures import AttemptResult, RankExit
-from hf_fsdp_plugin.tools.bench.results import bench_text
+from hf_fsdp_plugin.tools.bench.cases import bench_text
 from tests.support.json_schema import assert_valid
 
 LLAMA = {

@@ -135,7 +135,8 @@ SINGLE = {
     "--config", "--model-number", "--force", "--no-verify", "--no-config-check", "--verify",
     "--fold-adapter",
 }  # fmt: skip
-"""Flags of other inputs (tests/programs/merge/test_fold_adapter.py: an adapter), and those whose effect is not in the result for an undamaged checkpoint."""
+"""Flags of other inputs (an adapter: tests/programs/merge/test_fold_adapter.py), and those whose effect is not in the
+result for an undamaged checkpoint."""
 
 
 @pytest.mark.parametrize("verb", CHECKPOINT_FLAGS)

@@ -7,9 +7,9 @@ import pytest
 import yaml
 
 from hf_fsdp_plugin.spec.load import load_spec
+from hf_fsdp_plugin.tools.common import parse_bytes
 from hf_fsdp_plugin.tools.plan.advise import num_machines_of
 from hf_fsdp_plugin.tools.plan.estimate.machines import machine_named
-from hf_fsdp_plugin.tools.text import parse_bytes
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,

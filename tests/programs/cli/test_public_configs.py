@@ -3,8 +3,8 @@
 from collections import Counter
 from dataclasses import replace
 
+from hf_fsdp_plugin.sources.config_tree import ConfigFile
 from hf_fsdp_plugin.sources.interface import Sources
-from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.tools.convert import conversion
 from scripts.bench.measure.public_configs import TITLES, convert, count_keys, load_facts, write_configs
 

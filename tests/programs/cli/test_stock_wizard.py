@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
+from hf_fsdp_plugin.sources.config_tree import ConfigFile
 from hf_fsdp_plugin.sources.interface import Sources
-from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.strategies import STRATEGIES
 from tests.support.matrices import slow

@@ -9,8 +9,8 @@ import pytest
 
 from hf_fsdp_plugin.cli.main import VERBS, main
 from hf_fsdp_plugin.launcher import world
+from hf_fsdp_plugin.sources.config_tree import ConfigFile
 from hf_fsdp_plugin.sources.interface import Sources
-from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.spec import rules
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess

@@ -13,8 +13,8 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from safetensors.torch import load_file, save_file
 
+from hf_fsdp_plugin.sources.config_tree import ConfigFile
 from hf_fsdp_plugin.sources.interface import Sources
-from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.tools.convert.conversion import with_converted_config

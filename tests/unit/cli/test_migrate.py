@@ -13,7 +13,7 @@ from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
 
 from hf_fsdp_plugin import load_spec
 from hf_fsdp_plugin.problems import SpecError
-from hf_fsdp_plugin.sources.tree import ConfigFile
+from hf_fsdp_plugin.sources.config_tree import ConfigFile
 from hf_fsdp_plugin.tools.migrate.rewriting import behavior_changes, migrate
 
 HEAD = "# ours\ndistributed_type: FSDP\nnum_machines: 2   # nodes\nnum_processes: 16\n"

@@ -9,8 +9,8 @@ from random import Random
 import pytest
 
 from hf_fsdp_plugin.problems import SpecError
+from hf_fsdp_plugin.sources.config_tree import ConfigFile
 from hf_fsdp_plugin.sources.interface import Sources
-from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.tools.migrate.rewriting import migrate

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from hf_fsdp_plugin.problems import UsageError
+from hf_fsdp_plugin.sources.config_tree import ConfigFile
 from hf_fsdp_plugin.sources.handover import LAUNCH_VARIABLE, LaunchHandover
 from hf_fsdp_plugin.sources.interface import Sources
-from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.spec.load import combine, read_settings
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from hf_fsdp_plugin.sources import tree
+from hf_fsdp_plugin.sources import config_tree
 from hf_fsdp_plugin.sources.interface import Sources
 from hf_fsdp_plugin.spec import load
 
@@ -123,7 +123,7 @@ def test_unreadable_file_is_error(codes, tmp_path, monkeypatch):
 @pytest.mark.parametrize("content", [b"a: b\n" * 10_000_000, os.urandom(1 << 20) * 50], ids=["text", "noise"])
 def test_large_file_is_rejected_before_parsing(codes, tmp_path, content, monkeypatch):
     parse = Mock()
-    monkeypatch.setattr(tree, "parse_text", parse)
+    monkeypatch.setattr(config_tree, "parse_text", parse)
     path = tmp_path / "junk.yaml"
     path.write_bytes(content)
     assert codes(path) == ["FSDP-E004"]

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from hf_fsdp_plugin.sources.config_tree import ConfigFile
 from hf_fsdp_plugin.sources.interface import Sources, config_of
-from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.spec import load
-from hf_fsdp_plugin.spec.values import parse_settings
+from hf_fsdp_plugin.spec.value_parsers import parse_settings
 from hf_fsdp_plugin.tools.convert import conversion
 from hf_fsdp_plugin.tools.convert.conversion import with_converted_config
 from hf_fsdp_plugin.tools.convert.dialects import accelerate, deepspeed

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from hf_fsdp_plugin.sources.config_tree import ConfigFile
 from hf_fsdp_plugin.sources.handover import LaunchHandover
 from hf_fsdp_plugin.sources.interface import Sources
-from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.spec import load
 from hf_fsdp_plugin.tools.convert.conversion import with_converted_config
 from hf_fsdp_plugin.vocabulary import PROGRAM_KEYS

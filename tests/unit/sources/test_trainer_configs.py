@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from hf_fsdp_plugin.sources.config_tree import ConfigFile
 from hf_fsdp_plugin.sources.interface import Sources
-from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.tools.convert import conversion
 from hf_fsdp_plugin.tools.convert.dialects.interface import leaves
 

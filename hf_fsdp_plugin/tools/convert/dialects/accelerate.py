@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from hf_fsdp_plugin.sources.accelerate_file import is_for_deepspeed
-from hf_fsdp_plugin.sources.tree import ConfigEntry
+from hf_fsdp_plugin.sources.config_tree import ConfigEntry
 from hf_fsdp_plugin.tools.convert.dialects import deepspeed
 from hf_fsdp_plugin.tools.convert.dialects.interface import ConfigDialect, DialectDocument, DialectReading
 from hf_fsdp_plugin.tools.convert.dialects.training_script import find_file
@@ -15,13 +15,9 @@ from hf_fsdp_plugin.vocabulary import NULL_WORDS, word_of
 _SECTION: Final = "deepspeed_config"
 _FILE: Final = f"{_SECTION}.deepspeed_config_file"
 _OF_FILE: Final = (
-    "zero_stage",
-    "offload_optimizer_device",
-    "offload_param_device",
-    "zero3_save_16bit_model",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-)
+    "zero_stage", "offload_optimizer_device", "offload_param_device", "zero3_save_16bit_model",
+    "gradient_accumulation_steps", "gradient_clipping",
+)  # fmt: skip
 """Keys of the section that conflict with the config of DeepSpeed that it names, as in Accelerate."""
 
 

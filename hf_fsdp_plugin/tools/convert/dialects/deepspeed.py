@@ -7,15 +7,9 @@ from dataclasses import replace
 from typing import Final
 
 from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.sources.config_tree import ConfigEntry
 from hf_fsdp_plugin.sources.interface import entry_of
-from hf_fsdp_plugin.sources.tree import ConfigEntry
-from hf_fsdp_plugin.tools.convert.dialects.interface import (
-    ConfigDialect,
-    DialectDocument,
-    DialectReading,
-    is_off,
-    marked_by,
-)
+from hf_fsdp_plugin.tools.convert.dialects import interface
 from hf_fsdp_plugin.vocabulary import BY_NAME, PROGRAM_KEYS, TRAINING_FILE_MARKS, word_of
 
 _WEAK_MARKS: Final = frozenset({"train_batch_size", "steps_per_print", "wall_clock_breakdown"})
@@ -23,13 +17,13 @@ _WEAK_MARKS: Final = frozenset({"train_batch_size", "steps_per_print", "wall_clo
 ZERO: Final = "zero_optimization"
 
 
-def _marks(document: DialectDocument) -> Sequence[ConfigEntry]:
-    marks = marked_by(PROGRAM_KEYS["DeepSpeed"])(document)
+def _marks(document: interface.DialectDocument) -> Sequence[ConfigEntry]:
+    marks = interface.marked_by(PROGRAM_KEYS["DeepSpeed"])(document)
     is_other = all(entry.key in _WEAK_MARKS for entry in marks) and not TRAINING_FILE_MARKS.isdisjoint(document.keys())
     return [] if is_other else marks
 
 
-def _read(reading: DialectReading) -> None:
+def _read(reading: interface.DialectReading) -> None:
     for name, value in (("launch.distributed_type", "FSDP"), ("fsdp.version", "2"), ("wrap.policy", "transformer")):
         reading.imply(name, value)
     reading.read_tree()
@@ -49,7 +43,7 @@ def _spelling(problem: Problem) -> str:
     return "" if problem.origin is None else problem.origin.spelling
 
 
-def add_stage(reading: DialectReading, entry: ConfigEntry) -> None:
+def add_stage(reading: interface.DialectReading, entry: ConfigEntry) -> None:
     """Add the strategy of a stage."""
     if (strategy := reading.translated(entry)) is None:
         return
@@ -58,13 +52,13 @@ def add_stage(reading: DialectReading, entry: ConfigEntry) -> None:
         reading.differs(entry, "shard_grad_op also shards the gradients")
 
 
-def _group(reading: DialectReading) -> str | None:
+def _group(reading: interface.DialectReading) -> str | None:
     """Return the key that makes groups of ranks with copies of the model; ``None`` if there is none."""
     sizes = {path: reading.text(f"{ZERO}.{path}") for path in ("mics_shard_size", "zero_hpz_partition_size")}
     return next((path for path, size in sizes.items() if size.isdecimal() and int(size) > 1), None)
 
 
-def _add_group(reading: DialectReading, entry: ConfigEntry) -> None:
+def _add_group(reading: interface.DialectReading, entry: ConfigEntry) -> None:
     """Add the groups of MiCS or hpZ."""
     name, group = entry.key.rpartition(".")[2], _group(reading)
     if group is None or not entry.value.text.isdecimal() or int(entry.value.text) <= 1:
@@ -81,10 +75,10 @@ def _add_group(reading: DialectReading, entry: ConfigEntry) -> None:
         reading.differs(entry, reason, "It needs more memory. Remove the key to shard over all ranks.")
 
 
-def add_offload(reading: DialectReading, entry: ConfigEntry) -> None:
+def add_offload(reading: interface.DialectReading, entry: ConfigEntry) -> None:
     """Add the device of the optimizer or of the parameters."""
     device = word_of(entry.value.value)
-    if is_off(entry.value):
+    if interface.is_off(entry.value):
         return
     if device not in ("cpu", "nvme", "true"):
         reading.expect(entry, "none, cpu or nvme", setting="offload.params")
@@ -97,13 +91,13 @@ def add_offload(reading: DialectReading, entry: ConfigEntry) -> None:
         reading.differs(entry, "FSDP offloads parameters and gradients with the optimizer state")
 
 
-def _add_pin(reading: DialectReading, entry: ConfigEntry) -> None:
+def _add_pin(reading: interface.DialectReading, entry: ConfigEntry) -> None:
     section = entry.key.rpartition(".")[0]
     if section == ZERO or reading.text(f"{section}.device", "none") != "none":
-        _add_once(reading, "offload.pin_memory", entry, not is_off(entry.value))
+        _add_once(reading, "offload.pin_memory", entry, not interface.is_off(entry.value))
 
 
-def _add_once(reading: DialectReading, name: str, entry: ConfigEntry, value: bool) -> None:
+def _add_once(reading: interface.DialectReading, name: str, entry: ConfigEntry, value: bool) -> None:
     """Add a setting that two sections have. They may differ only where FSDP cannot."""
     if not reading.sets(name):
         reading.add(name, entry, value=value)
@@ -111,23 +105,23 @@ def _add_once(reading: DialectReading, name: str, entry: ConfigEntry, value: boo
         reading.becomes.append(f"{name}={str(value).lower()}")
 
 
-def _add_dtype(reading: DialectReading, entry: ConfigEntry) -> None:
+def _add_dtype(reading: interface.DialectReading, entry: ConfigEntry) -> None:
     """Add ``bf16``, ``fp16`` or ``torch_autocast``."""
     section = reading.dialect_of.table.known(entry.key).partition(".")[0]
     dtype = reading.text("torch_autocast.dtype", "bf16") if section == "torch_autocast" else section
-    if not is_off(entry.value):
+    if not interface.is_off(entry.value):
         value = replace(entry_of("", dtype).value, line=entry.line, text=entry.value.text)
         reading.add_entry(BY_NAME["launch.mixed_precision"], replace(entry, value=value))
 
 
-def _add_size(reading: DialectReading, entry: ConfigEntry) -> None:
+def _add_size(reading: interface.DialectReading, entry: ConfigEntry) -> None:
     """Add the size of the tensor or the expert axis."""
     is_enabled = "expert" not in entry.key or reading.text("expert_parallel.enabled", "false") not in ("false", "0")
-    if is_enabled and not is_off(entry.value):
+    if is_enabled and not interface.is_off(entry.value):
         reading.add_targets(entry)
 
 
-def _add_batch(reading: DialectReading, entry: ConfigEntry) -> None:
+def _add_batch(reading: interface.DialectReading, entry: ConfigEntry) -> None:
     """Add the micro batch if ``train_batch_size`` alone is given, or check that the sizes are one product."""
     given = {name: _number(reading, name) for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")}
     micro, accumulation = given.values()
@@ -148,24 +142,24 @@ def _add_batch(reading: DialectReading, entry: ConfigEntry) -> None:
         reading.differs(entry, "the micro batch is not known without the number of ranks", fix)
 
 
-def _number(reading: DialectReading, path: str) -> int | None:
+def _number(reading: interface.DialectReading, path: str) -> int | None:
     text = reading.text(path)
     return int(text) if text.isdecimal() and int(text) else None
 
 
-def _add_optimizer(reading: DialectReading, entry: ConfigEntry) -> None:
+def _add_optimizer(reading: interface.DialectReading, entry: ConfigEntry) -> None:
     reading.add_targets(entry)
     if reading.text("optimizer.params.weight_decay", "0") not in ("0", "0.0"):
         reading.differs(entry, "DeepSpeed decays all weights, the Trainer no biases and norms")
 
 
-def _add_schedule(reading: DialectReading, entry: ConfigEntry) -> None:
+def _add_schedule(reading: interface.DialectReading, entry: ConfigEntry) -> None:
     reading.add_targets(entry)
     if "lr_scheduler_type" in reading.arguments and reading.text("scheduler.params.warmup_type", "log") == "log":
         reading.differs(entry, "DeepSpeed warms up logarithmically, Transformers linearly")
 
 
-def _add_betas(reading: DialectReading, entry: ConfigEntry) -> None:
+def _add_betas(reading: interface.DialectReading, entry: ConfigEntry) -> None:
     betas = entry.value.plain()
     if not isinstance(betas, list) or len(betas) != 2:
         reading.expect(entry, "two numbers")
@@ -175,7 +169,7 @@ def _add_betas(reading: DialectReading, entry: ConfigEntry) -> None:
             reading.set_argument(name, entry, value=beta)
 
 
-DIALECT: Final = ConfigDialect(
+DIALECT: Final = interface.ConfigDialect(
     name="deepspeed",
     title="DeepSpeed",
     marks=_marks,

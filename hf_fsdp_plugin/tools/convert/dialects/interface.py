@@ -41,14 +41,8 @@ import hf_fsdp_plugin.vocabulary as vocabulary
 from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.sources.accelerate_file import marks_of
 from hf_fsdp_plugin.sources.command_line import parse_flags
+from hf_fsdp_plugin.sources.config_tree import ConfigEntry, ConfigFile, Node, config_tree, one_line
 from hf_fsdp_plugin.sources.interface import Collector, SourceFamily, Sources, SourceSettings, entry_of
-from hf_fsdp_plugin.sources.tree import (
-    ConfigEntry,
-    ConfigFile,
-    Node,
-    config_tree,
-    one_line,
-)
 from hf_fsdp_plugin.text import format_names, format_value, plural
 from hf_fsdp_plugin.vocabulary import WORDS, Scope, canonical_setting, find_row, nearest_word, word_of
 

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import yaml
 
-from hf_fsdp_plugin.sources.interface import FSDP_SCOPES
-from hf_fsdp_plugin.sources.tree import (
+import hf_fsdp_plugin.vocabulary as vocabulary
+from hf_fsdp_plugin.sources.config_tree import (
     ConfigEntry,
     ConfigFile,
     ConfigFileError,
@@ -24,6 +24,8 @@ from hf_fsdp_plugin.sources.tree import (
     from_python,
     parse_text,
 )
+from hf_fsdp_plugin.sources.interface import FSDP_SCOPES
+from hf_fsdp_plugin.sources.script_objects import add_distributed_config
 from hf_fsdp_plugin.tools.convert.dialects.interface import (
     ConfigDialect,
     DialectDocument,
@@ -32,17 +34,8 @@ from hf_fsdp_plugin.tools.convert.dialects.interface import (
     load_yaml,
     marked_by,
 )
-from hf_fsdp_plugin.vocabulary import (
-    BY_NAME,
-    PROGRAM_KEYS,
-    TRAINING_FILE_MARKS,
-    Scope,
-    did_you_mean,
-    find_row,
-    nearest_word,
-)
 
-_SCOPES: Final[tuple[Scope, ...]] = ("training", "parallelism", "fsdp", "fp8")
+_SCOPES: Final[tuple[vocabulary.Scope, ...]] = ("training", "parallelism", "fsdp", "fp8")
 _WHOLE_FILE: Final = ("fsdp_config", "distributed_type")
 """Keys of Accelerate's file, which ``fsdp_config`` may name, too."""
 Presets = Mapping[str, Mapping[str, Any]]
@@ -71,7 +64,7 @@ def read_training(
     for path, entry in entries:
         if path in ("bf16", "fp16") and "fp8" in given:
             reading.ignore(entry, "With fp8, everything but linear layers computes in bf16.")
-        elif table.row(path) is table.rows.get("*", ...) and find_row(path, ("training", "parallelism")):
+        elif table.row(path) is table.rows.get("*", ...) and vocabulary.find_row(path, ("training", "parallelism")):
             reading.path = path  # an argument of a script that is a setting
             reading.add_row(replace(table.rows["*"], path=path, fate="sets", why=""), entry)
         else:
@@ -97,7 +90,8 @@ def add_known(reading: DialectReading, entry: ConfigEntry) -> None:
     scopes = FSDP_SCOPES if is_inner else _SCOPES
     if is_inner:
         entry = replace(entry, key=entry.key.rpartition(".")[2])  # as in a file with this section alone
-    row = find_row(name if is_inner else reading.path, scopes) or BY_NAME.get("".join(reading.row.to[:1]))
+    written = name if is_inner else reading.path
+    row = vocabulary.find_row(written, scopes) or vocabulary.BY_NAME.get("".join(reading.row.to[:1]))
     if row is None:
         reading.report_unknown(entry, scopes)
     else:
@@ -176,8 +170,8 @@ def find_file(reading: DialectReading, entry: ConfigEntry, names: Collection[str
             return ConfigFile.at(candidate)
     message = f"{entry.key} names the file {text}, which does not exist."
     fix = "Correct the path; it is relative to the working directory, or to a folder that contains the config."
-    nearest = nearest_word(text, list(names)) if "." not in text else ""
-    reading.report("FSDP-E001", entry, message, did_you_mean(nearest, fix))
+    nearest = vocabulary.nearest_word(text, list(names)) if "." not in text else ""
+    reading.report("FSDP-E001", entry, message, vocabulary.did_you_mean(nearest, fix))
     return None
 
 
@@ -193,7 +187,7 @@ HANDLERS: Final = {
 TRAINING_SCRIPT: Final = ConfigDialect(
     name="training_script",
     title="a training script",
-    marks=marked_by(TRAINING_FILE_MARKS),
+    marks=marked_by(vocabulary.TRAINING_FILE_MARKS),
     handlers=HANDLERS,
     read=lambda reading: read_training(reading, reading.leaves()),
     is_general=True,
@@ -211,7 +205,7 @@ def _read_axolotl(reading: DialectReading) -> None:
 AXOLOTL: Final = ConfigDialect(
     name="axolotl",
     title="axolotl",
-    marks=marked_by(PROGRAM_KEYS["axolotl"]),
+    marks=marked_by(vocabulary.PROGRAM_KEYS["axolotl"]),
     read=_read_axolotl,
     handlers=HANDLERS,
     own_script=True,
@@ -236,7 +230,7 @@ def _read_llama_factory(reading: DialectReading) -> None:
 LLAMA_FACTORY: Final = ConfigDialect(
     name="llama_factory",
     title="LLaMA-Factory",
-    marks=marked_by(PROGRAM_KEYS["LLaMA-Factory"]),
+    marks=marked_by(vocabulary.PROGRAM_KEYS["LLaMA-Factory"]),
     read=_read_llama_factory,
     own_script=True,
     handlers={**HANDLERS, "dist_config.config_file": HANDLERS["deepspeed"]},
@@ -247,7 +241,7 @@ def _marks_of_swift(document: DialectDocument) -> Sequence[ConfigEntry]:
     keys = {key: entry for key, entry in document.keys().items() if not key.startswith("_")}
     if set(keys) == {"fsdp", "fsdp_config"}:  # the file of a preset
         return list(keys.values())
-    return [entry for key, entry in keys.items() if key in PROGRAM_KEYS["ms-swift"]]
+    return [entry for key, entry in keys.items() if key in vocabulary.PROGRAM_KEYS["ms-swift"]]
 
 
 def _read_swift(reading: DialectReading) -> None:
@@ -283,4 +277,19 @@ MS_SWIFT: Final = ConfigDialect(
     handlers=HANDLERS,
     own_script=True,
     read=_read_swift,
+)
+
+
+def _read_distributed_config(reading: DialectReading) -> None:
+    entries = reading.document.root.value
+    reading.mentions_fsdp = add_distributed_config(reading, entries)
+    for entry in entries:
+        reading.record_read(entry.key, entry)
+
+
+DISTRIBUTED_CONFIG: Final = ConfigDialect(
+    name="distributed_config",
+    title="DistributedConfig",
+    marks=marked_by(vocabulary.PROGRAM_KEYS["DistributedConfig"]),
+    read=_read_distributed_config,
 )

@@ -16,6 +16,7 @@ from hf_fsdp_plugin.spec.fsdp_spec import Checkpointing, DtypeName, Version
 from hf_fsdp_plugin.spec.load import load_spec
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_memory
+from hf_fsdp_plugin.tools.common import nearest_multiples
 from hf_fsdp_plugin.tools.plan.estimate.divided import as_loaded
 from hf_fsdp_plugin.tools.plan.estimate.machines import Machine
 from hf_fsdp_plugin.tools.plan.estimate.memory.meta_pass import profile_step
@@ -24,7 +25,6 @@ from hf_fsdp_plugin.tools.plan.estimate.memory.step import StepProfile
 from hf_fsdp_plugin.tools.plan.estimate.time import TimeModel, UnitCosts, estimate_communication, unit_costs
 from hf_fsdp_plugin.tools.plan.estimate.types import KIND_NAMES, MemoryEstimate, TimeEstimate, Workload
 from hf_fsdp_plugin.tools.plan.estimate.unit_bytes import UnitBytes, ignored_bytes, unit_bytes
-from hf_fsdp_plugin.tools.text import nearest_multiples
 
 HEADROOM: Final = 0.95
 """Part of a device's memory that a row may need. The rest is for the error of the prediction."""
@@ -246,9 +246,8 @@ class Subject:
     def plan(self, choice: Choice) -> FsdpPlan:
         """Return the plan of a choice. Its units do not depend on checkpointing and offload."""
         plan, *_ = self._sharded(choice.mesh)
-        activation = replace(
-            plan.activation, checkpointing=choice.checkpointing, offload=choice.offload_activations, native=False
-        )
+        activation = replace(plan.activation, checkpointing=choice.checkpointing, native=False)
+        activation = replace(activation, offload=choice.offload_activations)
         return replace(plan, activation=activation, offload_params=choice.offload_params)
 
     def workload_of(self, choice: Choice) -> Workload:
@@ -399,9 +398,8 @@ def _growing_batches(subject: Subject, choice: Choice, global_batch: int) -> Ite
             accumulation = per_rank // micro_batch
             if syncs and accumulation == 1:
                 continue
-            row = subject.row(
-                replace(choice, micro_batch=micro_batch, accumulation=accumulation, sync_each_batch=syncs)
-            )
+            choice = replace(choice, micro_batch=micro_batch, accumulation=accumulation, sync_each_batch=syncs)
+            row = subject.row(choice)
             yield row
             if not row.fits:
                 break

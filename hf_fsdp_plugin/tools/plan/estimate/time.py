@@ -78,12 +78,10 @@ def estimate_communication(
     }  # fmt: skip
 
     def calls(
-        number: int, kind: CollectiveKind, axis: types.Axis, size: int, phase: StepPhase, unit: str = "", ranks: int = 0
+        num: int, kind: CollectiveKind, axis: types.Axis, size: int, phase: StepPhase, unit: str = "", ranks: int = 0
     ) -> types.Collective:
         ranks = ranks or group_sizes[axis]
-        return types.Collective(
-            kind=kind, axis=axis, group_size=ranks, bytes=size, calls=number, unit=unit, phase=phase
-        )
+        return types.Collective(kind=kind, axis=axis, group_size=ranks, bytes=size, calls=num, unit=unit, phase=phase)
 
     keeps_gathered = plan.backend == "fsdp1" and not strategy.reshards_after_forward
     # FSDP1 keeps parameters that it does not free after forward until a backward that reduces gradients.
@@ -242,9 +240,8 @@ class TimeModel:
         parameters = [model.get_parameter(name) for unit in plan.units for name in unit.parameters]
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         self._num_tensors = max(1, len(trained))
-        self._local_bytes = sum(
-            ceil(p.numel() / plan.mesh.num_shards) * plan.precision.stored_dtype(p).itemsize for p in trained
-        )
+        stored = plan.precision.stored_dtype
+        self._local_bytes = sum(ceil(p.numel() / plan.mesh.num_shards) * stored(p).itemsize for p in trained)
         if plan.mesh.has_divided_layers:
             shards = [shard for sizes in self._sizes for shard in sizes.shards if shard.trainable]
             self._local_bytes = sum(shard.numel * shard.dtype.itemsize for shard in shards)
@@ -321,9 +318,8 @@ class TimeModel:
 
     def _exchange_seconds(self, unit: str, phase: StepPhase, machine: Machine) -> float:
         """Return the seconds of a unit's collectives over context, tensor and expert axes in one micro-batch."""
-        calls = [
-            call for call in self._calls if call.axis in types.LAYER_AXES and (call.unit, call.phase) == (unit, phase)
-        ]
+        own = [call for call in self._calls if (call.unit, call.phase) == (unit, phase)]
+        calls = [call for call in own if call.axis in types.LAYER_AXES]
         seconds = sum(collective_seconds(call, self._plan, machine) * call.calls for call in calls)
         return seconds / self._workload.accumulation
 

@@ -16,7 +16,7 @@ from hf_fsdp_plugin.checkpoint.checking.inspection import (
     why_incomplete,
 )
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME, SAVING
-from hf_fsdp_plugin.checkpoint.writing import staging
+from hf_fsdp_plugin.checkpoint.writing import staging_folder
 from tests.support import damages, saved
 
 
@@ -48,8 +48,8 @@ def test_several_problems_are_counted(local):
 
 
 def test_staging_folder_is_incomplete(tmp_path, stock_once):
-    assert SAVING == staging.SAVING
-    folder = staging.StagingFolder(tmp_path / "checkpoint-9").folder
+    assert SAVING == staging_folder.SAVING
+    folder = staging_folder.StagingFolder(tmp_path / "checkpoint-9").folder
     shutil.copytree(stock_once, folder)
     for path in (folder, folder.parent):
         assert codes(path) == ["FSDP-E452"]

@@ -11,7 +11,7 @@ import pytest
 import xxhash
 
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord, read_manifest, record_file, to_text
-from hf_fsdp_plugin.checkpoint.io import hash_bytes, hash_file
+from hf_fsdp_plugin.checkpoint.hashes import hash_bytes, hash_file
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.problems import CheckpointError
 from tests.support import saved

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from hf_fsdp_plugin.checkpoint import io
+from hf_fsdp_plugin.checkpoint.formats import manifest
 from hf_fsdp_plugin.checkpoint.formats.manifest import VERSION, FileRange, FileRecord, read_manifest, to_text
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.problems import CheckpointError
@@ -117,7 +117,7 @@ def test_unreadable_manifest_is_refused(tmp_path, monkeypatch):
     def denied(path: Path) -> bytes:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(io, "read_file", denied)
+    monkeypatch.setattr(manifest, "read_file", denied)
     with pytest.raises(CheckpointError, match=r"fsdp_manifest\.json: .*FSDP-E472"):
         read_manifest(tmp_path)
 

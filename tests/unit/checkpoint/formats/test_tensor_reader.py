@@ -9,10 +9,10 @@ import numpy
 import pytest
 import torch
 
-from hf_fsdp_plugin.checkpoint import io
+from hf_fsdp_plugin.checkpoint import file_io
+from hf_fsdp_plugin.checkpoint.file_io import InputFiles
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, flat_range, row_major, whole_box
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredPiece, StoredTensor
-from hf_fsdp_plugin.checkpoint.io import InputFiles
 from hf_fsdp_plugin.checkpoint.reading import resharding
 from hf_fsdp_plugin.checkpoint.saved_state import pieces_in
 from hf_fsdp_plugin.problems import CheckpointError
@@ -80,7 +80,7 @@ def test_scalar_is_read(tmp_path: Path) -> None:
 
 
 def test_more_files_than_can_be_open_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(io, "MAX_OPEN", 2)
+    monkeypatch.setattr(file_io, "MAX_OPEN", 2)
     tensor = stored(tmp_path, [Box((row, 0, 0), (1, 6, 5)) for row in range(7)])
     out = bytearray(4 * 210)
     with InputFiles(tmp_path) as files:

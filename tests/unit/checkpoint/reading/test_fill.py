@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from hf_fsdp_plugin.checkpoint.file_io import InputFiles
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, flat_range, relative_slices, row_major, whole_box
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredPiece, StoredTensor
-from hf_fsdp_plugin.checkpoint.io import InputFiles
 from hf_fsdp_plugin.checkpoint.reading import resharding as filling
 from hf_fsdp_plugin.checkpoint.reading.resharding import execute_transfers, plan_transfers
 from hf_fsdp_plugin.checkpoint.saved_state import Piece

@@ -1,19 +1,33 @@
-"""Staging buffers, with a device that records what is done to memory and on which thread's current device."""
+"""Staging buffers and the copies in them, with a device that records its calls and their current device."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from hf_fsdp_plugin.checkpoint.writing import file_parts
-from hf_fsdp_plugin.checkpoint.writing.file_parts import Item, StagingBuffers, copy_parts, whole_file
+from hf_fsdp_plugin.checkpoint.writing import copies, file_parts, staging_buffers
+from hf_fsdp_plugin.checkpoint.writing.copies import ShardCopies, WeightsChangedError, copy_parts
+from hf_fsdp_plugin.checkpoint.writing.file_parts import FilePart, Item, whole_file
+from hf_fsdp_plugin.checkpoint.writing.staging_buffers import StagingBuffers
 from hf_fsdp_plugin.devices import Device
 
 SIZE = 1 << 20
+
+
+class Event:
+    """An event that records who waits for it."""
+
+    def __init__(self, device: RecordingDevice) -> None:
+        self.wait, self.synchronize = (partial(device._record, name) for name in ("wait", "synchronize"))
+
+    def record(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +59,14 @@ class RecordingDevice(Device):
         self._record("unpin")
         self.pinned.remove(memory.data_ptr())
 
+    def record_event(self) -> Event:
+        self._record("record")
+        return Event(self)
+
+    def new_stream(self) -> Any:
+        self._record("stream")
+        return nullcontext()
+
     def _record(self, name: str) -> None:
         self.calls.append((name, self.current_index(), threading.current_thread() is threading.main_thread()))
 
@@ -52,53 +74,113 @@ class RecordingDevice(Device):
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> RecordingDevice:
     device = RecordingDevice(type="cuda", collectives="nccl")
-    prefault = file_parts.allocate_pages
+    prefault = staging_buffers.allocate_pages
 
     def recorded(memory: torch.Tensor) -> None:
         prefault(memory)
-        device.prefaulted.update(piece.data_ptr() for piece in memory.split(file_parts.PIECE))
+        device.prefaulted.update(piece.data_ptr() for piece in memory.split(staging_buffers.PIECE))
 
-    monkeypatch.setattr(file_parts, "available_device", lambda: device)
-    monkeypatch.setattr(file_parts, "allocate_pages", recorded)
+    monkeypatch.setattr(staging_buffers, "available_device", lambda: device)
+    monkeypatch.setattr(staging_buffers, "allocate_pages", recorded)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda memory: memory.data_ptr() in device.pinned)
     return device
 
 
-def test_buffers_are_pinned_on_the_device_of_the_rank(device: RecordingDevice) -> None:
-    device.set_current(3)
+def test_buffers_are_pinned_and_used_again(device: RecordingDevice) -> None:
     staging = StagingBuffers()
-    staging.prepare([SIZE, SIZE], pinned=True)
     memory = staging.take(0, SIZE, pinned=True)
-    assert memory.numel() == SIZE
-    staging.take(1, SIZE, pinned=True)
-    # A larger save replaces the buffer: on the thread that prepares it, or on that of the save.
-    staging.prepare([2 * SIZE], pinned=True)
-    staging.take(0, 2 * SIZE, pinned=True)
-    staging.take(1, 2 * SIZE, pinned=True)
-    del memory
+    assert memory.numel() == SIZE and staging.take(0, SIZE // 2, pinned=True) is memory
+    assert staging.missing({0: SIZE, 1: SIZE}) == SIZE and staging.missing({0: 2 * SIZE}) == SIZE
+    larger = staging.take(0, 2 * SIZE, pinned=True)
+    assert larger.numel() == 2 * SIZE and [name for name, *_ in device.calls] == ["pin", "unpin", "pin"]
     staging.close()
     assert device.pinned == set()
-    assert {index for _, index, _ in device.calls} == {3}
-    assert {(name, is_main) for name, _, is_main in device.calls} == {
-        ("pin", False), ("pin", True), ("unpin", False), ("unpin", True),
-    }  # fmt: skip
+
+
+def parts_of(tensors: Mapping[str, torch.Tensor]) -> list[FilePart]:
+    """A file for each tensor, with its first elements once more at the end."""
+    files = []
+    for name, tensor in tensors.items():
+        first = Item(0, (b"head", tensor))
+        files.append(whole_file(name, [first, Item(first.stop, (b"tail", tensor[:100]))]))
+    return files
+
+
+def test_copies_are_taken_by_a_thread_on_the_device_of_the_rank(
+    device: RecordingDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copies, "available_device", lambda: device)
+    monkeypatch.setattr(copies, "on_accelerator", lambda parts: True)
+    device.set_current(3)
+    taken = ShardCopies(StagingBuffers())
+    taken.add(parts_of({"a": torch.arange(10_000)}))
+    taken.begin()
+    device.calls.clear()
+    thread = threading.Thread(target=taken.take)
+    thread.start()
+    thread.join()
+    taken.wait_in_stream()
+    names = ["pin", "stream", "wait", "record", "synchronize"]
+    assert device.calls == [*((name, 3, False) for name in names), ("wait", 3, True)]
+
+
+def test_step_waits_for_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_parts, "WINDOW", 1 << 14)
+    weight, state = torch.arange(10_000), torch.arange(20_000).remainder(7).to(torch.float16)
+    expected = weight.clone(), state.clone()
+    taken, may_copy = ShardCopies(StagingBuffers()), threading.Event()
+    copy = copies.copy_window
+
+    def late_copy(*args: Any) -> None:
+        may_copy.wait(60)
+        copy(*args)
+
+    monkeypatch.setattr(copies, "copy_window", late_copy)
+    taken.add(parts_of({"weight": weight}))
+    taken.add(parts_of({"state": state}))
+    taken.begin()
+    thread = threading.Thread(target=taken.take)
+    thread.start()
+    threading.Timer(0.2, may_copy.set).start()
+    taken.wait_in_stream()
+    weight.zero_()  # the optimizer step
+    state.zero_()
+    thread.join()
+    for (_, memory), tensor in zip(taken.staged(), expected, strict=True):
+        assert torch.equal(memory[4 : 4 + tensor.nbytes].clone().view(tensor.dtype), tensor)
+
+
+@pytest.mark.parametrize("changed", ["all", "some", "none"])
+def test_changes_before_the_step_are_found(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that torch counts in no version, and of a few tensors among many."""
+    monkeypatch.setattr(file_parts, "WINDOW", 1 << 14)
+    tensors = {f"{number}": torch.full((50 + number,), float(number)) for number in range(700)}
+    tensors |= {"weight": torch.zeros(9_000), "state": torch.zeros(9_000, dtype=torch.bfloat16)}
+    taken = ShardCopies(StagingBuffers())
+    taken.add(parts_of(tensors))
+    taken.begin()
+    assert taken._samples is not None and taken._samples.numel() <= 256 * 256
+    for tensor in [] if changed == "none" else [*tensors.values()][:: 7 if changed == "some" else 1]:
+        tensor.data.add_(1)
+    with pytest.raises(WeightsChangedError, match="FSDP-W435") if changed != "none" else nullcontext():
+        taken.take()
 
 
 def test_memory_is_pinned_in_pieces(device: RecordingDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver's lock is held for one piece at a time."""
-    monkeypatch.setattr(file_parts, "PIECE", 1 << 18)
-    memory = file_parts.allocate_aligned(SIZE + 4096, pinned=True)
+    monkeypatch.setattr(staging_buffers, "PIECE", 1 << 18)
+    memory = staging_buffers.allocate_aligned(SIZE + 4096, pinned=True)
     assert {pointer - memory.data_ptr() for pointer in device.pinned} == set(range(0, SIZE + 1, 1 << 18))
-    file_parts.unpin(memory)
+    staging_buffers.unpin(memory)
     assert device.pinned == set()
 
 
 def test_memory_is_pinned_completely_or_not_at_all(device: RecordingDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_parts, "PIECE", 1 << 18)
-    monkeypatch.setattr(file_parts, "_allocate_pinned", lambda size: None)
+    monkeypatch.setattr(staging_buffers, "PIECE", 1 << 18)
+    monkeypatch.setattr(staging_buffers, "_allocate_pinned", lambda size: None)
     pin = RecordingDevice.pin
     monkeypatch.setattr(RecordingDevice, "pin", lambda self, memory: len(self.pinned) < 2 and pin(self, memory))
-    memory = file_parts.allocate_aligned(SIZE, pinned=True)
+    memory = staging_buffers.allocate_aligned(SIZE, pinned=True)
     assert memory.numel() == SIZE and device.pinned == set()
     assert [name for name, *_ in device.calls] == ["pin", "pin", "unpin", "unpin"]
 
@@ -107,18 +189,18 @@ def test_memory_of_torch_is_not_unpinned(device: RecordingDevice, monkeypatch: p
     """torch's pool gives it to others later, and unpins it itself."""
     pool = torch.zeros(SIZE, dtype=torch.uint8)
     monkeypatch.setattr(RecordingDevice, "pin", lambda self, memory: False)
-    monkeypatch.setattr(file_parts, "_allocate_pinned", lambda size: pool)
+    monkeypatch.setattr(staging_buffers, "_allocate_pinned", lambda size: pool)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda memory: True)
-    file_parts.unpin(file_parts.allocate_aligned(SIZE, pinned=True))
+    staging_buffers.unpin(staging_buffers.allocate_aligned(SIZE, pinned=True))
     assert device.calls == []
 
 
 def test_copies_do_not_cross_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_parts, "PIECE", 1 << 16)
+    monkeypatch.setattr(staging_buffers, "PIECE", 1 << 16)
     content = torch.arange(60_000, dtype=torch.int32)
     first = Item(0, (bytes(100), b"head", content))
     part = whole_file("a", [first, Item(first.stop, (bytes(300_000 - first.stop), content[:10_000]))])
-    memory = file_parts.allocate_aligned(part.span)
+    memory = staging_buffers.allocate_aligned(part.span)
     copies: list[tuple[int, int]] = []
     copy = torch.Tensor.copy_
 
@@ -127,7 +209,7 @@ def test_copies_do_not_cross_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         return copy(into, *args, **kwargs)
 
     monkeypatch.setattr(torch.Tensor, "copy_", recorded)
-    copy_parts([part], memory)()
+    copy_parts([part], memory)
     assert sum(size for _, size in copies) == 340_000
     assert all(start >> 16 == start + size - 1 >> 16 for start, size in copies)
     assert torch.equal(memory[104 : 104 + content.nbytes].clone().view(torch.int32), content)
@@ -136,7 +218,6 @@ def test_copies_do_not_cross_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_memory_of_cpu_ranks_is_not_pinned(device: RecordingDevice) -> None:
     staging = StagingBuffers()
-    staging.prepare([SIZE], pinned=False)
     staging.take(0, 2 * SIZE, pinned=False)
     staging.close()
     assert device.calls == []

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from hf_fsdp_plugin.checkpoint.io import PAGE
-from hf_fsdp_plugin.checkpoint.writing import file_parts
+from hf_fsdp_plugin.checkpoint.file_io import PAGE
+from hf_fsdp_plugin.checkpoint.writing import file_parts, part_writer
 from hf_fsdp_plugin.checkpoint.writing.file_parts import (
     FilePart,
     Item,
-    PartWriter,
     shared_file,
     whole_file,
 )
+from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter
+from hf_fsdp_plugin.devices import Device
 
 NUM_WINDOWS = 3
 
@@ -40,15 +42,15 @@ class Stream:
 
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
-    stream, copy_window = Stream(), file_parts.copy_window
+    stream, copy_window = Stream(), part_writer.copy_window
 
-    def record(*, from_accelerator: bool) -> Callable[[], None]:
+    def record(device: Device) -> SimpleNamespace:
         number = stream.num_started
-        return lambda: stream.finish(number)
+        return SimpleNamespace(synchronize=lambda: stream.finish(number))
 
-    monkeypatch.setattr(file_parts, "copy_window", lambda *args: stream.start(lambda: copy_window(*args)))
-    monkeypatch.setattr(file_parts, "record_copies", record)
-    monkeypatch.setattr(file_parts, "on_accelerator", lambda parts: True)
+    monkeypatch.setattr(part_writer, "copy_window", lambda *args: stream.start(lambda: copy_window(*args)))
+    monkeypatch.setattr(Device, "record_event", record)
+    monkeypatch.setattr(part_writer, "on_accelerator", lambda parts: True)
     monkeypatch.setattr(file_parts, "WINDOW", PAGE)
     return stream
 
@@ -69,13 +71,13 @@ def test_next_window_is_copied_while_one_is_written(
 ) -> None:
     part, content = part_of(NUM_WINDOWS * PAGE - 100)
     started: list[int] = []
-    write = file_parts._write_window
+    write = part_writer._write_window
 
     def recorded(*args: Any, **kwargs: Any) -> None:
         started.append(stream.num_started)
         write(*args, **kwargs)
 
-    monkeypatch.setattr(file_parts, "_write_window", recorded)
+    monkeypatch.setattr(part_writer, "_write_window", recorded)
     PartWriter().write(tmp_path, [part])
     assert (tmp_path / "file").read_bytes() == content
     assert started == [2, 3, 3], "one copy more than writes, until there are no more windows"
@@ -87,7 +89,7 @@ def test_failed_write_waits_for_copies_to_its_memory(
     def failing(*args: Any, **kwargs: Any) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(file_parts, "_write_window", failing)
+    monkeypatch.setattr(part_writer, "_write_window", failing)
     with pytest.raises(OSError, match="disk full"):
         PartWriter().write(tmp_path, [part_of(NUM_WINDOWS * PAGE)[0]])
     assert stream.num_started == 2 and stream.pending == []

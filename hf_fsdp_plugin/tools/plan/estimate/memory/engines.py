@@ -241,14 +241,9 @@ class Fsdp2Engine(Engine):
 
     def _start(self, name: str) -> None:
         """Allocate the buffer of an all-gather, and until it has started its input (``foreach_all_gather``)."""
-        if (
-            name in self.gathered
-            or name in self._buffered
-            or not self.sizes[name].shards
-            or self.sizes[name].num_shards == 1
-        ):
-            return
         sizes = self.sizes[name]
+        if name in self.gathered or name in self._buffered or not sizes.shards or sizes.num_shards == 1:
+            return
         source = sizes.compute_shard or (sizes.params if self.offloads else 0)
         self.ledger.add("gathered", source)
         self.ledger.add("gathered", sizes.gathered)

@@ -23,9 +23,9 @@ from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, torch_dtype
 from hf_fsdp_plugin.plan.names import is_inside
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.tools.plan.estimate.divided import RankModel, divided
-from hf_fsdp_plugin.tools.plan.estimate.memory.recorder import Recorder, replace_forward
+from hf_fsdp_plugin.tools.plan.estimate.memory.attention import DeviceAttention
+from hf_fsdp_plugin.tools.plan.estimate.memory.stages import Recorder, replace_forward
 from hf_fsdp_plugin.tools.plan.estimate.memory.step import StepProfile, expand_layers
-from hf_fsdp_plugin.tools.plan.estimate.memory.tracker import DeviceAttention
 from hf_fsdp_plugin.tools.plan.estimate.types import Workload
 from hf_fsdp_plugin.torch_private.context_parallel import add_cpu_attention, context_exchange, set_context_exchange
 from hf_fsdp_plugin.torch_private.modules import entries_in_block, registrations
@@ -84,10 +84,8 @@ def _profile(plan: FsdpPlan, rank: RankModel, workload: Workload, batch: dict[st
         recorder.mark("loss", "")
         loss.backward()
         recorder.finish()
-    return StepProfile(
-        stages=tuple(expand_layers(recorder.stages, recorder.representatives)),
-        input_bytes=input_bytes,
-    )
+    stages = tuple(expand_layers(recorder.stages, recorder.representatives))
+    return StepProfile(stages=stages, input_bytes=input_bytes)
 
 
 def _divide_sequence(
@@ -107,9 +105,8 @@ def _divide_sequence(
     set_context_exchange(plan.spec.mesh.context_exchange)
     if plan.device_type == "cpu":
         add_cpu_attention()
-    undo.enter_context(
-        context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * len(buffers), no_restore_buffers=set(buffers))
-    )
+    dims = [1] * len(buffers)
+    undo.enter_context(context_parallel(mesh, buffers=buffers, buffer_seq_dims=dims, no_restore_buffers=set(buffers)))
 
     # As the replacement of integrations.accelerate.accelerator: there is no mask of packed sequences.
     undo.enter_context(entries_in_block({"find_packed_sequence_indices": lambda ids: None}, vars(masking_utils)))
@@ -294,9 +291,8 @@ def _set_stored_dtypes(plan: FsdpPlan, model: nn.Module, undo: ExitStack) -> Non
 
 def _store_outside(plan: FsdpPlan, unit: nn.Module, own: set[int], dtype: torch.dtype, undo: ExitStack) -> None:
     slots = [slot for slot in registrations(unit.modules()) if id(slot[2]) in own]
-    stored = [
-        nn.Parameter(p.detach().to(plan.precision.stored_dtype(p)), requires_grad=p.requires_grad) for _, _, p in slots
-    ]
+    dtype_of = plan.precision.stored_dtype
+    stored = [nn.Parameter(p.detach().to(dtype_of(p)), requires_grad=p.requires_grad) for _, _, p in slots]
 
     def register(*, inside: bool) -> None:
         for (registered, key, parameter), shard in zip(slots, stored, strict=True):

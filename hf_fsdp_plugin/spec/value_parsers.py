@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import hf_fsdp_plugin.vocabulary as vocabulary
 from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.sources.config_tree import ObjectText, one_line
 from hf_fsdp_plugin.sources.interface import Setting, SourceSettings
-from hf_fsdp_plugin.sources.tree import ObjectText, one_line
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.vocabulary import BLANKS, BY_NAME, FALSE_WORDS, TRUE_WORDS, SettingRow, look_up, value_key, word_of
 

@@ -1,4 +1,4 @@
-"""Files of checkpoints: writes that bypass the page cache, syncs, hashes and JSON. Does not import torch.
+"""Files of checkpoints: writes that bypass the page cache, syncs and JSON. Does not import torch.
 
 A write through the page cache uses three to eight times as much CPU time as a direct write of the same bytes, and
 evicts other data from the cache.
@@ -19,8 +19,6 @@ from contextlib import contextmanager, suppress
 from io import UnsupportedOperation
 from pathlib import Path
 from typing import Any, BinaryIO, Self
-
-import xxhash
 
 from hf_fsdp_plugin.checkpoint.errors import refuse
 from hf_fsdp_plugin.state import process
@@ -251,39 +249,6 @@ def _close_all(files: dict[str, BinaryIO]) -> None:
     for file in files.values():
         file.close()
     files.clear()
-
-
-HASH = "xxh3_128"
-
-_BLOCK = 4 << 20
-"""Bytes read at once: large enough for a disk, and small enough to be in the CPU cache when they are hashed."""
-
-
-def hash_bytes(data: Any) -> str:
-    """Return the xxh3_128 of contiguous bytes (bytes, memoryview, an array), in hexadecimal."""
-    return xxhash.xxh3_128_hexdigest(data)
-
-
-def hash_file(path: Path, start: int = 0, stop: int | None = None) -> str:
-    """Return the xxh3_128 of the bytes ``[start, stop)`` of a file; without ``stop``, up to its end.
-
-    The GIL is released while bytes are read and hashed.
-
-    Raises:
-        CheckpointError: the file ends before ``stop``.
-    """
-    hasher, position = xxhash.xxh3_128(), start
-    with open_for_reading(path, buffering=0) as file:
-        file.seek(start)
-        while stop is None or position < stop:
-            block = file.read(_BLOCK if stop is None else min(_BLOCK, stop - position))
-            if not block:
-                break
-            hasher.update(block)
-            position += len(block)
-    if stop is not None and position < stop:
-        refuse("FSDP-E453", path, f"ends at byte {position:,}; expected {stop:,} bytes.")
-    return hasher.hexdigest()
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from hf_fsdp_plugin.sources import environment
+from hf_fsdp_plugin.sources import environment_variables
 from hf_fsdp_plugin.spec.load import load_spec
 
 LAUNCHED = {  # written by accelerate launch for a file with SHARD_GRAD_OP
@@ -72,7 +72,7 @@ def test_environment_of_process_is_default(monkeypatch):
     ],
 )
 def test_default_file_is_in_accelerate_cache(variables, folder):
-    assert environment.accelerate_cache(variables) == folder.replace("/", os.sep)
+    assert environment_variables.accelerate_cache(variables) == folder.replace("/", os.sep)
 
 
 POD = {
@@ -107,7 +107,7 @@ def test_flags_override_variables_of_torchrun(assess):
 
 def test_ranks_of_other_launchers_ignore_variables_of_torchrun(assess):
     """Flags of torchrun have replaced them, or the pod itself is the rank."""
-    for variables in (POD | {"TORCHELASTIC_RUN_ID": "job"}, environment.variables_without_torchrun(POD)):
+    for variables in (POD | {"TORCHELASTIC_RUN_ID": "job"}, environment_variables.variables_without_torchrun(POD)):
         assert assess(ONE_MACHINE, environ=variables).spec.launch.num_machines == 1
 
 
@@ -135,7 +135,7 @@ def test_invalid_variable_of_torchrun_is_one_error(problems, name, value, settin
 
 
 def test_options_from_variables_of_torchrun():
-    found = environment.torchrun_options(POD | {"PET_RDZV_CONF": "timeout=60"})
+    found = environment_variables.torchrun_options(POD | {"PET_RDZV_CONF": "timeout=60"})
     assert found == {"max_restarts": "3", "rdzv_conf": "timeout=60"}
-    assert environment.torchrun_options(STATIC) == {}
-    assert environment.torchrun_options(POD | {"TORCHELASTIC_RUN_ID": "job"}) == {}
+    assert environment_variables.torchrun_options(STATIC) == {}
+    assert environment_variables.torchrun_options(POD | {"TORCHELASTIC_RUN_ID": "job"}) == {}

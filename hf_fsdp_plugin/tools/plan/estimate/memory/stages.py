@@ -17,8 +17,9 @@ from hf_fsdp_plugin.backends.torch_types import cast_floats
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, torch_dtype
 from hf_fsdp_plugin.plan.names import is_inside
 from hf_fsdp_plugin.tools.plan.estimate.divided import RankModel
+from hf_fsdp_plugin.tools.plan.estimate.memory.allocations import Tracker
+from hf_fsdp_plugin.tools.plan.estimate.memory.attention import DeviceAttention
 from hf_fsdp_plugin.tools.plan.estimate.memory.step import Stage, StageKind, pinned_bytes
-from hf_fsdp_plugin.tools.plan.estimate.memory.tracker import DeviceAttention, Tracker
 from hf_fsdp_plugin.torch_private.functions import in_backward, tree_leaves, tree_map_only
 from hf_fsdp_plugin.torch_private.modules import entries_in_block, local_tensor
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import hf_fsdp_plugin.vocabulary as vocabulary
 from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.sources.command_line import flags_before_script, parse_flags
+from hf_fsdp_plugin.sources.config_tree import ConfigFile
 from hf_fsdp_plugin.sources.interface import ENVIRONMENT, Collector, Sources, SourceSettings, entry_of
-from hf_fsdp_plugin.sources.tree import ConfigFile
 from hf_fsdp_plugin.vocabulary import FALSE_WORDS, NULL_WORDS, TABLES, TRUE_WORDS, Scope
 
 SOURCE = ENVIRONMENT

@@ -30,8 +30,8 @@ import torch.distributed as dist
 from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
 from hf_fsdp_plugin.checkpoint import folders
 from hf_fsdp_plugin.checkpoint.errors import os_errors_as_problems
+from hf_fsdp_plugin.checkpoint.file_io import sync, without_collection, write_atomically
 from hf_fsdp_plugin.checkpoint.formats import manifest as manifests
-from hf_fsdp_plugin.checkpoint.io import sync, without_collection, write_atomically
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME, SAVING, accelerate_rng_file, hidden_path, trainer_rng_file
 from hf_fsdp_plugin.checkpoint.writing.dcp_files import FolderEntries, complete_folders
 from hf_fsdp_plugin.problems import CheckpointError

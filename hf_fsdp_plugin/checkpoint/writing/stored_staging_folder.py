@@ -20,11 +20,11 @@ import torch.distributed as dist
 
 from hf_fsdp_plugin.backends.ranks.agreement import broadcast_object, on_all_ranks
 from hf_fsdp_plugin.checkpoint.errors import os_errors_as_problems, refuse
+from hf_fsdp_plugin.checkpoint.file_io import without_collection
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, record_file
-from hf_fsdp_plugin.checkpoint.io import without_collection
 from hf_fsdp_plugin.checkpoint.names import SAVING
 from hf_fsdp_plugin.checkpoint.storage import PARTS, Storage
-from hf_fsdp_plugin.checkpoint.writing.staging import RankRecord, StagingFolder, complete_checkpoint
+from hf_fsdp_plugin.checkpoint.writing.staging_folder import RankRecord, StagingFolder, complete_checkpoint
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 
