@@ -114,6 +114,7 @@ class ModelShards:
         return names
 
 
+@torch.no_grad()  # without it, DTensor.to_local is an operation of autograd
 def parameter_shards(model: nn.Module) -> ModelShards:
     """Return the shards of the parameters. Gathered parameters are resharded first."""
     for each in model.values() if isinstance(model, JointModels) else (model,):
@@ -209,14 +210,21 @@ def _replicated_shard(name: str, tensor: torch.Tensor) -> LocalShard:
     return replace(whole, replica=dist.get_rank(), replicas=dist.get_world_size(), frozen=frozen)
 
 
-def model_shards(model: nn.Module, *, only_trained: bool = False, copy_buffers: bool = False) -> ModelShards:
+def model_shards(
+    model: nn.Module,
+    parameters: ModelShards | None = None,
+    *,
+    only_trained: bool = False,
+    copy_buffers: bool = False,
+) -> ModelShards:
     """Return the shards of parameters and persistent buffers. Gathered parameters are resharded first.
 
     Args:
+        parameters: the result of :func:`parameter_shards`, if there is one already.
         only_trained: without frozen parameters and aliases: all that a checkpoint of an adapter contains of the model.
         copy_buffers: with copies of the buffers, which the next forward may change.
     """
-    parameters = parameter_shards(model)
+    parameters = parameters or parameter_shards(model)
     found = [(name, buffer.clone() if copy_buffers else buffer) for name, buffer in persistent_buffers(model)]
     # The ranks may have different statistics, which must not be mixed: rank 0 is the only replica that writes.
     own_buffers = [replace(_replicated_shard(name, buffer), replicas=1) for name, buffer in found]
@@ -266,13 +274,19 @@ class OptimizerShards:
     groups: tuple[Mapping[str, Any], ...]
 
 
-def optimizer_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerShards:
+@torch.no_grad()
+def optimizer_shards(
+    model: nn.Module, optimizer: torch.optim.Optimizer, parameters: ModelShards | None = None
+) -> OptimizerShards:
     """Return the state and the groups of an optimizer with parameters of ``model``.
+
+    Args:
+        parameters: the result of :func:`parameter_shards`, if there is one already.
 
     Raises:
         CheckpointError: the state contains a tensor with an unknown layout, or an object.
     """
-    by_id = parameter_shards(model).by_id
+    by_id = (parameters or parameter_shards(model)).by_id
     per_shard = has_per_shard_state(optimizer)
     state: dict[str, dict[str, Any]] = {}
     groups = []

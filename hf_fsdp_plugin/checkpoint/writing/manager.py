@@ -31,7 +31,7 @@ from hf_fsdp_plugin.backends.ranks.cluster import ranks_per_machine
 from hf_fsdp_plugin.backends.sharding.buffers import send_buffers
 from hf_fsdp_plugin.checkpoint.errors import os_errors_as_problems
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRecord, Manifest
-from hf_fsdp_plugin.checkpoint.saved_state import model_shards, optimizer_shards
+from hf_fsdp_plugin.checkpoint.saved_state import ModelShards, model_shards, optimizer_shards, parameter_shards
 from hf_fsdp_plugin.checkpoint.storage import Storage
 from hf_fsdp_plugin.checkpoint.writing import state_files
 from hf_fsdp_plugin.checkpoint.writing.copies import ShardCopies
@@ -149,6 +149,7 @@ class CheckpointManager:
             self._cpu_group()  # created here, because that is collective
             self.save_in_flight = save
             self._hooks = hooks_of(save, self._poll, self._in_flight_file())  # optimizer steps, exit and SIGTERM
+            save._parameters.clear()
             save.start(contents, after)  # in a thread: copy, write the copies, then the steps of finish
             if self.copies_at_once or not save.has_optimizers or save.changes_weights_between_steps:
                 save.copies.wait_in_stream()
@@ -214,8 +215,9 @@ class CheckpointManager:
         self._check_model(model)
         send_buffers(model)  # a resumed run has rank 0's buffers on all ranks, and so has the run that continues
         with on_all_ranks("reading the layout of the model"):
+            parameters = into.parameters(model) if isinstance(into, Save) else None
             is_later = isinstance(into, Save) and into.asynchronous
-            shards = model_shards(model, only_trained=adapter_only, copy_buffers=is_later)
+            shards = model_shards(model, parameters, only_trained=adapter_only, copy_buffers=is_later)
             files = state_files.model_files(shards, kind, index, max_shard_size=max_shard_size)
         self._write(into, files)
         if isinstance(into, Save):
@@ -227,7 +229,8 @@ class CheckpointManager:
     ) -> None:
         """Write an optimizer's state, keyed by parameter names, in the same way as :meth:`save_model`."""
         with on_all_ranks("reading the layout of the optimizer"):
-            files = state_files.optimizer_files(optimizer_shards(model, optimizer), index)
+            parameters = into.parameters(model) if isinstance(into, Save) else None
+            files = state_files.optimizer_files(optimizer_shards(model, optimizer, parameters), index)
         self._write(into, files)
         if isinstance(into, Save):
             into.has_optimizers = True
@@ -348,6 +351,7 @@ class Save:
         self.has_optimizers = self.changes_weights_between_steps = False
         self.asynchronous = asynchronous
         self._manager = manager
+        self._parameters: dict[int, ModelShards] = {}
         # Stored, because a save may outlive the process group.
         self._rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._records: list[FileRecord] = []
@@ -356,6 +360,12 @@ class Save:
         self._thread: threading.Thread | None = None
         self._record_written = self.has_failed = False
         self._error: Exception | None = None
+
+    def parameters(self, model: nn.Module) -> ModelShards:
+        """Return this rank's shards of the parameters of a model, which several parts of the save need."""
+        if id(model) not in self._parameters:
+            self._parameters[id(model)] = parameter_shards(model)
+        return self._parameters[id(model)]
 
     def write(self, files: StateFiles) -> None:
         """Write this rank's parts. An asynchronous save copies and writes them later, if there is memory."""

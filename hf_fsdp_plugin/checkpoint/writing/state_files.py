@@ -118,18 +118,26 @@ def optimizer_files(shards: OptimizerShards, index: int = 0, rank: int | None = 
     return rank_file(file_names.numbered_name(file_names.OPTIMIZER, index), tensors, values, [], rank)
 
 
-def manifest_of(model: nn.Module, kind: StateDictKind, *, adapter_only: bool = False, **facts: Any) -> Manifest:
+def manifest_of(
+    model: nn.Module,
+    kind: StateDictKind,
+    *,
+    adapter_only: bool = False,
+    parameters: ModelShards | None = None,
+    **facts: Any,
+) -> Manifest:
     """Return the manifest for ``model``, which must have a plan. ``files`` is empty. No communication.
 
     Args:
         facts: the fields of the manifest that the training decides: ``step``, ``batch``, ``run``.
+        parameters: the result of ``parameter_shards``, if there is one already.
         adapter_only: the checkpoint contains the parameters that are trained, and not those of the base model.
     """
     plan = plan_of(model)
     assert plan is not None, "models without a plan are saved by Accelerate"
-    shards = model_shards(model, only_trained=adapter_only)
-    parameters = {shard.name: (shard.dtype_name, shard.shape) for shard in shards.tensors}
-    parameters |= {alias: parameters[name] for alias, name in shards.aliases.items()}
+    shards = model_shards(model, parameters, only_trained=adapter_only)
+    listed = {shard.name: (shard.dtype_name, shard.shape) for shard in shards.tensors}
+    listed |= {alias: listed[name] for alias, name in shards.aliases.items()}
     return Manifest(
         kind=kind,
         backend=plan.backend,
@@ -139,7 +147,7 @@ def manifest_of(model: nn.Module, kind: StateDictKind, *, adapter_only: bool = F
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         versions=_versions(),
         settings={name: value for name, value in plan.settings() if not name.startswith("launch.")},
-        parameters=parameters,
+        parameters=listed,
         ties=tuple(tuple(group) for group in shards.names().values() if len(group) > 1),
         files=(),
         **facts,

@@ -63,7 +63,11 @@ def save_state(
     wait_for_all_ranks("Accelerator.save_state", limit=TRAINING_LIMIT)
 
     def manifest() -> Manifest:
-        facts: dict[str, Any] = {"batch": batch_of(accelerator), "run": run_fact()}
+        facts: dict[str, Any] = {
+            "batch": batch_of(accelerator),
+            "run": run_fact(),
+            "parameters": save.parameters(model),
+        }
         return manifest_of(model, plugin.state_dict_kind, step=accelerator.step or None, **facts)
 
     storage = plugin.spec.checkpoint.storage

@@ -78,6 +78,7 @@ def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, tri
     def manifest() -> Manifest:
         facts: dict[str, Any] = {"batch": _batch(trainer), "run": resuming.run_fact()}
         facts |= {"step": trainer.state.global_step, "adapter_only": is_peft_model(trainer.model)}
+        facts |= {"parameters": save.parameters(trainer.model)}
         return manifest_of(trainer.model, _kind_of_checkpoints(trainer) if save.models else "full", **facts)
 
     storage = plugin.spec.checkpoint.storage

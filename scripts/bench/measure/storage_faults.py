@@ -26,7 +26,7 @@ from unittest.mock import patch
 from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest
 from hf_fsdp_plugin.checkpoint.storage import Storage
 from hf_fsdp_plugin.problems import CheckpointError
-from hf_fsdp_plugin.tools.verify.checksums import hash_problems
+from hf_fsdp_plugin.tools.verify.verification import hash_problems
 from scripts.bench.common import make_parser
 from scripts.bench.tables.update_results import write_result
 from tests.support.object_store import BUCKET, Faults, object_store
