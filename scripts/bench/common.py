@@ -58,9 +58,11 @@ def child_environment(environ: Mapping[str, str] = os.environ, *folders: Path) -
     return {"OMP_NUM_THREADS": "1", **environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def run_two_ranks(script: str, arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
-    """Run a script on two ranks, one thread each, and return the exit code."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+def run_two_ranks(
+    script: str, arguments: Sequence[str], environ: Mapping[str, str] = os.environ, *, num_ranks: int = 2
+) -> int:
+    """Run a script on two ranks, or another number, one thread each, and return the exit code."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
     return subprocess.run([*torchrun, script, *arguments], env=child_environment(environ), check=False).returncode
 
 

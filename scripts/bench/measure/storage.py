@@ -1,6 +1,7 @@
 """Measure what the upload of a checkpoint to a storage costs the steps during it.
 
-Two gloo ranks train a Llama through the plugin with ``fsdp_checkpoint_storage``, a store of S3 on the loopback. Blocks
+Gloo ranks train a Llama through the plugin with ``fsdp_checkpoint_storage``, a store of S3 on the loopback: one rank,
+which leaves the other core of the machine free as a machine with GPUs does, and two ranks, which leave none. Blocks
 of steps without an upload and saves alternate in one run. The ranks write each checkpoint to disk synchronously, so
 that only the upload is in the background; the steps that begin and end before the commit are compared with those of the
 blocks before and after the save. The store runs on the same cores, at the lowest priority, because it would be on other
@@ -13,6 +14,7 @@ the ranks, which is measured besides.
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import os
 import resource
@@ -23,7 +25,7 @@ import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from scripts.bench.common import cpu_seconds, make_parser, run_two_ranks
 from scripts.bench.measure.step_overhead import CONFIG, Step, make_model, make_step, median_interval, parse_blocks
@@ -31,8 +33,10 @@ from scripts.bench.tables.update_results import write_result
 from tests.support.object_store import BUCKET, object_store
 
 URL = f"s3://{BUCKET}/run"
-_SERVER = "HF_FSDP_BENCH_SERVER"
+_SERVER: Final = "HF_FSDP_BENCH_SERVER"
 """Variable with the process id of the store."""
+_PART: Final = "HF_FSDP_BENCH_PART"
+"""Variable with the path of the result of one number of ranks."""
 
 
 def parse_args() -> argparse.Namespace:
@@ -129,7 +133,8 @@ def measure(args: argparse.Namespace) -> None:
                 one, other = statistics.median(saves[-1][0].wall), statistics.median(blocks[-1].wall)
                 text = f"{len(saves[-1][0].wall)} steps, {one:.3f} and {other:.3f} s"
                 print(f"[{number + 1}/{args.saves}] {text}", flush=True)
-    ranks: list[Any] = [None, None]
+    world_size = dist.get_world_size()
+    ranks: list[Any] = [None] * world_size
     mine = [(found.cpu, seconds["upload_cpu_seconds"]) for found, seconds in saves]
     dist.all_gather_object(ranks, mine)
     if rank == 0:
@@ -143,14 +148,8 @@ def measure(args: argparse.Namespace) -> None:
         num_steps = statistics.median(len(found.wall) + 1 for found, _ in saves)
         usual = statistics.median(cpu for found in blocks for cpu in found.cpu)
         during = statistics.median(cpu for found, _ in saves for cpu in found.cpu)
-        ours = statistics.median(uploads) / num_steps + 2 * (during - usual)
-        num_params = sum(parameter.numel() for parameter in make_model(args).parameters())
+        ours = statistics.median(uploads) / num_steps + world_size * (during - usual)
         result = {
-            "model": f"Llama, {args.layers} layers, hidden {args.hidden}, {num_params / 1e6:.1f} M parameters, fp32",
-            "command": f"python -m scripts.bench storage --saves {args.saves} --layers {args.layers} "
-            f"--hidden {args.hidden} --length {args.length} --block {args.block}",
-            "ranks": 2,
-            "saves": args.saves,
             "checkpoint_bytes": sum(Storage(URL).sizes(name).values()),
             "steps_during_upload": num_steps,
             "step_seconds": round(statistics.median(wall for found in blocks for wall in found.wall), 4),
@@ -159,9 +158,9 @@ def measure(args: argparse.Namespace) -> None:
             **{key: round(seconds, 3) for key, seconds in median.items()},
             "upload_cpu_seconds": round(statistics.median(uploads), 3),
             "rank_cpu_seconds": {"usual": round(usual, 4), "during_upload": round(during, 4)},
-            "share": ours / (2 * usual),
+            "share": ours / (world_size * usual),
         }
-        write_result("storage", args.out, result)
+        Path(os.environ[_PART]).write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -186,11 +185,19 @@ def main() -> int:
     ours, its = spawn.Pipe()
     server = spawn.Process(target=serve, args=(its,), daemon=True)
     server.start()
-    with ours:
-        environ = {**os.environ, **ours.recv(), _SERVER: str(server.pid)}
-        code = run_two_ranks(__file__, sys.argv[1:], environ)
+    runs: dict[str, Any] = {}
+    with ours, tempfile.TemporaryDirectory() as folder:
+        part = Path(folder) / "part.json"
+        environ = {**os.environ, **ours.recv(), _SERVER: str(server.pid), _PART: str(part)}
+        for num_ranks in (1, 2):
+            if code := run_two_ranks(__file__, sys.argv[1:], environ, num_ranks=num_ranks):
+                return code
+            runs[str(num_ranks)] = json.loads(part.read_text())
     server.join()
-    return code
+    num_params = sum(parameter.numel() for parameter in make_model(args).parameters())
+    model = f"Llama, {args.layers} layers, hidden {args.hidden}, {num_params / 1e6:.1f} M parameters, fp32"
+    write_result("storage", args.out, {"model": model, "saves": args.saves, "runs": runs})
+    return 0
 
 
 if __name__ == "__main__":

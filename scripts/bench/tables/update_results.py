@@ -435,7 +435,8 @@ def write_result(name: str, path: Path, result: Result) -> None:
         "load_average_of_15_minutes": round(os.getloadavg()[2], 1),
         "command": f"python -m scripts.bench {name}",
     }
-    path.write_text(json.dumps({**head, **result}, indent=2) + "\n")
+    result = {**head, **result}
+    path.write_text(json.dumps(result, indent=2) + "\n")
     print("\n".join(["", *TABLES[name](result), "", f"written: {path}"]))
 
 
