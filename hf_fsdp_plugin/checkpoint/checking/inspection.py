@@ -44,7 +44,9 @@ def completeness_problems(folder: Path) -> list[Problem]:
     """Return all problems because of which a checkpoint cannot be used; empty if it is complete."""
     try:
         manifest = read_manifest(folder)
-        return structure_problems(folder) if manifest is None else file_problems(folder, manifest)
+        if manifest is None or not manifest.files:
+            return structure_problems(folder)
+        return file_problems(folder, manifest)
     except CheckpointError as error:
         return list(error.problems)
 

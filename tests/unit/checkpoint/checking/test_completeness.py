@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from hf_fsdp_plugin.checkpoint.checking.inspection import (
     own_files,
     why_incomplete,
 )
+from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest, write_manifest
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME, SAVING
 from hf_fsdp_plugin.checkpoint.writing import staging_folder
 from tests.support import damages, saved
@@ -45,6 +47,16 @@ def test_file_of_other_size_is_reported_with_both_sizes(local):
 def test_several_problems_are_counted(local):
     shutil.rmtree(local / "optimizer_0")
     assert codes(local) == ["FSDP-E457"] * 4 and (why_incomplete(local) or "").endswith("(and 3 more problems)")
+
+
+def test_manifest_without_files_hides_nothing(local):
+    """A made-up manifest cannot make a checkpoint complete whose shards are missing."""
+    manifest = read_manifest(local)
+    assert manifest is not None
+    write_manifest(local, replace(manifest, files=()))
+    assert why_incomplete(local) is None
+    shutil.rmtree(local / "pytorch_model_fsdp_0")
+    assert why_incomplete(local) is not None
 
 
 def test_staging_folder_is_incomplete(tmp_path, stock_once):
