@@ -149,7 +149,6 @@ class CheckpointManager:
             self._cpu_group()  # created here, because that is collective
             self.save_in_flight = save
             self._hooks = hooks_of(save, self._poll, self._in_flight_file())  # optimizer steps, exit and SIGTERM
-            save._parameters.clear()
             save.start(contents, after)  # in a thread: copy, write the copies, then the steps of finish
             if self.copies_at_once or not save.has_optimizers or save.changes_weights_between_steps:
                 save.copies.wait_in_stream()
@@ -388,6 +387,7 @@ class Save:
 
     def start(self, manifest: Manifest, after: Callable[[], None] | None) -> None:
         """Copy this rank's shards, write the copies and commit them, in the background."""
+        self._parameters.clear()
         self.copies.begin()
         self._thread = threading.Thread(target=self._run, args=(manifest, after), name="hf-fsdp-save", daemon=True)
         self._thread.start()
