@@ -82,11 +82,11 @@ class TorchSaves:
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         self._group: Any = None
-        # Pinned memory, shared memory, staging beside the training, non-blocking copies. The first and the last need an
-        # accelerator.
+        # Pinned memory and copies without waiting need an accelerator.
+        on_cpu = {"use_pinned_memory": False, "use_non_blocking_copy": False}
         self._stagers = {
-            "stager": DefaultStager(StagingOptions(False, False, False, False)),
-            "titan": DefaultStager(StagingOptions(False, True, True, False)),
+            "stager": DefaultStager(StagingOptions(use_shared_memory=False, use_async_staging=False, **on_cpu)),
+            "titan": DefaultStager(StagingOptions(use_shared_memory=True, use_async_staging=True, **on_cpu)),
         }
         self._staging: Any = None
         self._future: Any = None
