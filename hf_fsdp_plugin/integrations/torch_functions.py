@@ -167,5 +167,5 @@ def add_remedy(error: BaseException) -> None:
         message += "of FSDP that was called outside of the unit's forward."
         fix = "For averages of the weights (EMAModel, AveragedModel), average the shards: model.parameters() after "
         fix += "prepare(). To read or change whole weights, use hfp.full_parameters. Call the module in the forward of "
-        fix += "its unit, or set another fsdp_transformer_layer_cls_to_wrap."
+        fix += "its unit, or set fsdp_auto_wrap_policy: NO_WRAP, or another fsdp_transformer_layer_cls_to_wrap."
         error.add_note(str(Problem(code="FSDP-E627", message=message, fix=fix)))

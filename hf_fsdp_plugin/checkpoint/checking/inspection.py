@@ -12,9 +12,11 @@ import os
 import re
 import stat
 import zipfile
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Final
+from types import NoneType
+from typing import Any, Final
 
 from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.errors import problem, refuse
@@ -151,7 +153,7 @@ def _last_file_problems(folder: Path) -> list[Problem]:
     try:
         if re.fullmatch(rf"{file_names.TRAINER_PREFIX}\d+", name):
             path.stat()
-            check_object(path)
+            check_trainer_state(path)
         elif re.fullmatch(rf"{file_names.ACCELERATE_PREFIX}\d+", name):
             path = folder / file_names.accelerate_rng_file(0)
             path.stat()
@@ -183,10 +185,10 @@ def check_trainer_checkpoint(checkpoint: Path, *, model_only: bool) -> Problem |
     """
     config, state = checkpoint / "config.json", checkpoint / file_names.TRAINER_STATE
     if config.exists():
-        check_object(config)
+        read_object(config)
     missing = _missing_states(checkpoint)
     if state.exists():
-        check_object(state)
+        check_trainer_state(state)
     else:
         missing += (f"step of the Trainer ({file_names.TRAINER_STATE})",)
     if not missing:
@@ -214,10 +216,61 @@ def _missing_states(checkpoint: Path) -> tuple[str, ...]:
     return tuple(name for name, is_found in zip(_MODEL_ONLY, found, strict=True) if not is_found)
 
 
-def check_object(path: Path) -> None:
-    """Raise ``CheckpointError`` if a file is not a JSON object."""
+_STATE_TYPES: Final[dict[str, tuple[type, ...]]] = {
+    "global_step": (int,),
+    "max_steps": (int,),
+    "num_train_epochs": (int, float),
+    "epoch": (int, float, NoneType),
+    "log_history": (list,),
+    "best_global_step": (int, NoneType),
+    "best_metric": (int, float, NoneType),
+    "best_model_checkpoint": (str, NoneType),
+    "stateful_callbacks": (dict, NoneType),
+}
+"""Types of values with which the Trainer continues, in every version of ``transformers.TrainerState`` that has them."""
+
+
+def check_trainer_state(path: Path) -> None:
+    """Raise ``CheckpointError`` if the Trainer could not continue with the values of ``trainer_state.json``.
+
+    The Trainer itself reads them without checks, and prints names and paths as they are.
+    """
+    tree = read_object(path)
+    for name, value in tree.items():
+        if not name.isidentifier():
+            refuse(
+                "FSDP-E453", path, f"contains the name {name!a:.60}, which the Trainer never writes.", _RESUME_EARLIER
+            )
+        types = _STATE_TYPES.get(name, (object,))
+        if not isinstance(value, types) or (isinstance(value, bool) and name in _STATE_TYPES):
+            expected = " or ".join("null" if kind is NoneType else _JSON_TYPES[kind] for kind in types)
+            refuse("FSDP-E453", path, f"has {name}: {value!a:.60}; expected {expected}.", _RESUME_EARLIER)
+    if (step := tree.get("global_step", 0)) < 0:
+        refuse("FSDP-E453", path, f"has global_step: {step}; expected 0 or more.", _RESUME_EARLIER)
+    if not (best := tree.get("best_model_checkpoint") or "").isprintable():
+        message = f"has best_model_checkpoint: {best!a:.60}, with characters that cannot be printed."
+        refuse("FSDP-E453", path, message, _RESUME_EARLIER)
+
+
+_JSON_TYPES: Final = {int: "an integer", float: "a number", str: "a text", list: "a list", dict: "an object"}
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file.
+
+    Raises:
+        CheckpointError: the file cannot be read, is too large, is not an object, or names a value twice.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        tree = dict(pairs)
+        if len(tree) < len(pairs):
+            [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)
+            raise ValueError(f"{twice!a:.60} occurs twice in an object")
+        return tree
+
     try:
-        tree = json.loads(read_file(path))
+        tree = json.loads(read_file(path), object_pairs_hook=unique)
     except CheckpointError:  # it is too large
         raise
     except OSError as error:
@@ -226,3 +279,4 @@ def check_object(path: Path) -> None:
         refuse("FSDP-E453", path, f"is not valid JSON: {error}.")
     if not isinstance(tree, dict):
         refuse("FSDP-E453", path, f"contains {tree!r:.40} instead of a JSON object.")
+    return tree

@@ -151,7 +151,7 @@ def plan_files(tensors: Sequence[TensorHeader], max_shard_size: int, stem: str =
     file, large dtypes come first, so that tensors are aligned to their element size.
 
     Raises:
-        CheckpointError: safetensors does not support a dtype.
+        CheckpointError: safetensors does not support a dtype or a name.
     """
     _check(tensors)
     shards = _assign(tensors, max_shard_size)
@@ -173,14 +173,16 @@ def index_text(files: Sequence[SafetensorsFile]) -> str | None:
 
 
 def _check(tensors: Sequence[TensorHeader]) -> None:
-    fix = f"Convert it to one of {', '.join(SAFETENSORS_NAMES)}."
-    found = [(name, dtype) for name, dtype, _ in tensors if dtype not in SAFETENSORS_NAMES]
-    errors.raise_if_any(
-        [
-            Problem(code="FSDP-E466", message=f"'{name}' is {dtype}, which safetensors does not support.", fix=fix)
-            for name, dtype in found
-        ]
-    )
+    problems = []
+    for name, dtype, _ in tensors:
+        if dtype not in SAFETENSORS_NAMES:
+            message = f"'{name}' is {dtype}, which safetensors does not support."
+            fix = f"Convert it to one of {', '.join(SAFETENSORS_NAMES)}."
+            problems.append(Problem(code="FSDP-E466", message=message, fix=fix))
+        if any("\ud800" <= character <= "\udfff" for character in name):
+            message = f"the name {name!a} is not valid Unicode, which safetensors requires."
+            problems.append(Problem(code="FSDP-E466", message=message, fix="Rename the tensor in the checkpoint."))
+    errors.raise_if_any(problems)
 
 
 def _assign(tensors: Sequence[TensorHeader], max_shard_size: int) -> list[list[TensorHeader]]:

@@ -293,6 +293,8 @@ class FsdpTrainerMixin:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         patching.changes().install("accelerate", "transformers")
+        if distributed_config_of(kwargs.get("model", args[0] if args else None)) is not None:
+            session().ask_for_fsdp()  # the model may have been loaded before anything of this package
         super().__init__(*args, **kwargs)
 
 

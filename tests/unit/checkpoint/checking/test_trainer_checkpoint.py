@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import transformers
 
 from hf_fsdp_plugin.checkpoint.checking import inspection
 from hf_fsdp_plugin.problems import CheckpointError, Problem
@@ -44,13 +45,35 @@ def test_complete_checkpoint_is_accepted(checkpoint: Path) -> None:
     ("text", "code"),
     [
         ("[]", "FSDP-E453"), ("null", "FSDP-E453"), ("{", "FSDP-E453"),
-        ("[" * 100_000, "FSDP-E453"),
+        ("[" * 100_000, "FSDP-E453"), ('{"epoch": 1, "epoch": 2}', "FSDP-E453"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("name", ["trainer_state.json", "config.json"])
 def test_damaged_json_is_refused(checkpoint: Path, name: str, text: str, code: str) -> None:
     (checkpoint / name).write_text(text)
     assert refusal(checkpoint).startswith(code)
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"global_step": "2"}, "has global_step: '2'; expected an integer"),
+        ({"global_step": True}, "has global_step: True; expected an integer"),
+        ({"global_step": -5}, "has global_step: -5; expected 0 or more"),
+        ({"log_history": {}}, "has log_history: {}; expected a list"),
+        ({"epoch": "1"}, "has epoch: '1'; expected an integer or a number or null"),
+        ({"best_model_checkpoint": "\033[2J"}, "has best_model_checkpoint: '\\x1b[2J'"),
+        ({"\033[2J": 1}, "contains the name '\\x1b[2J', which the Trainer never writes"),
+    ],
+)
+def test_values_that_cannot_be_continued_are_refused(checkpoint: Path, state: dict[str, object], message: str) -> None:
+    (checkpoint / "trainer_state.json").write_text(json.dumps(state))
+    assert message in refusal(checkpoint)
+
+
+def test_state_of_this_transformers_is_accepted(checkpoint: Path) -> None:
+    transformers.TrainerState(epoch=0.5, best_metric=1).save_to_json(str(checkpoint / "trainer_state.json"))
+    assert check(checkpoint) is None
 
 
 def test_file_of_a_terabyte_is_not_read(checkpoint: Path) -> None:

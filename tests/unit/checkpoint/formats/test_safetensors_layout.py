@@ -73,3 +73,8 @@ def test_all_invalid_tensors_are_reported() -> None:
         plan_files(tensors, GB)
     found = [(problem.code, problem.message.split("'")[1]) for problem in caught.value.problems]
     assert found == [("FSDP-E466", "a"), ("FSDP-E466", "c")]
+
+
+def test_name_that_is_not_unicode_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"the name 'a\\ud800' is not valid Unicode.*FSDP-E466"):
+        plan_files([("a\ud800", "float32", (1,))], 100)
