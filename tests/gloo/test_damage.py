@@ -67,7 +67,8 @@ PLAIN = {
 NOT_READ = ("config.json", "generation_config.json")
 """Files of a checkpoint that Accelerate does not read."""
 
-CODES = {"flip": "FSDP-E471", "cut": "FSDP-E431", "delete": "FSDP-E431"}
+CODES = {"flip": {"FSDP-E471", "FSDP-E453"}, "cut": {"FSDP-E431"}, "delete": {"FSDP-E431"}}
+"""A changed byte differs from its hash, or, in the header of a zip in the file, is found when the zip is opened."""
 
 OTHER_FILE = {"FSDP-E453", "FSDP-E454", "FSDP-E455", "FSDP-E458", "FSDP-E459", "FSDP-E471"}
 """Codes of a file with the contents of another one, and of a damaged pickle."""
@@ -147,7 +148,8 @@ def test_damaged_file_ends_all_ranks_or_is_not_read(two_ranks: Ranks, tmp_path: 
         if kind in ("swap", "copy") or file.endswith(".metadata"):
             assert found[0] and found[0] <= OTHER_FILE, (name, found)
         else:
-            assert found[0] == {"FSDP-E431" if file == MANIFEST_NAME else CODES[kind]}, (name, found)
+            expected = {"FSDP-E431"} if file == MANIFEST_NAME else CODES[kind]
+            assert len(found[0]) == 1 and found[0] <= expected, (name, found)
             assert Path(file).name in found[1], (name, found)
 
 
