@@ -1,4 +1,4 @@
-"""Scripts and commands written for Transformers 4, and settings that do not enable FSDP, on real ranks."""
+"""Scripts with arguments of their own, started by the command lines of their documents, and settings that do not enable FSDP, on real ranks."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ SCRIPT = """
 """
 ARGUMENTS = ["--output_dir", "out", "--max_steps", "2", "--save_strategy", "no", "--report_to", "none", "--use_cpu"]
 COMMAND = ["train.py", *ARGUMENTS, "--fsdp", "full_shard auto_wrap"]
-LAYER = ["--fsdp_transformer_layer_cls_to_wrap", "LlamaDecoderLayer"]
+LAYER = ["--fsdp_config", '{"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}']
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 V4 = '{"min_num_params": 0, "xla": false, "xla_fsdp_v2": false, "xla_fsdp_grad_ckpt": false}'
 
 
 @pytest.mark.parametrize("installs", [slow(False), slow(True)], ids=["hf-fsdp launch", "install"])
-def test_command_for_transformers_4_trains(tmp_path: Path, installs: bool) -> None:
+def test_command_with_fsdp_config_trains(tmp_path: Path, installs: bool) -> None:
     write(tmp_path, SCRIPT.format(first="import hf_fsdp_plugin; hf_fsdp_plugin.install()" if installs else ""))
     (tmp_path / "fsdp.yaml").write_text("distributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\n")
     done = run(tmp_path, [*(TORCHRUN if installs else LAUNCH), *COMMAND, *LAYER])
