@@ -285,8 +285,8 @@ def _grouped(waits: Mapping[int, Wait]) -> list[Wait]:
 def _odd_ranks(number: int, classes: Sequence[_Class]) -> tuple[tuple[int, ...], Sequence[Call]]:
     """Return the ranks whose call did not follow the last common one in earlier steps, and the calls they left out.
 
-    The calls are those that the other class of ranks has made since the difference, or else those of an earlier step: a
-    backend may fail at the difference. Both are empty if that is unknown.
+    The calls are those that the other class of ranks has made since the difference, continued by those of an earlier
+    step: a backend may fail or wait soon after the difference. Both are empty if that is unknown.
 
     Args:
         number: number of the first collective in which the classes differ.
@@ -300,8 +300,9 @@ def _odd_ranks(number: int, classes: Sequence[_Class]) -> tuple[tuple[int, ...],
         if is_known and before is None:
             continue
         made = most.calls.since(number)
-        if len(made) == 1 and is_known:
-            made = past[before:]
+        expected = past[before:]  # how the step went on before
+        if is_known and [call.compared for call in expected[: len(made)]] == [call.compared for call in made]:
+            made = expected
         if num := _num_skipped(made, few.calls.since(number)):
             found.append((few.ranks, made[:num]))
     # If both left calls out, the orders differ. The shorter gap is the likelier one; in a tie nobody is named.

@@ -67,7 +67,7 @@ EXPECTED = {
     rf"rank 1 .*(ended|report).* {_UNIT}",
     "warm": rf"{_UNIT}.*Rank 0 had called the model twice, the others once.*FSDP-E7",
     "predict": rf"rank 1 .*(ended|report).*{_UNIT}|{_UNIT}(?s:.*)rank 1 .*(ended|report)|predict.*FSDP-E670",
-    "dtypes": r"all-reduce \(4 × (fp32|float64)\).*all-reduce \(4 × (fp32|float64)\).*FSDP-E7(29|43)",
+    "dtypes": r"all-reduce \(4 × (fp32|float64)\).*all-reduce \(4 × (fp32|float64)\).*FSDP-E7(29|34|43)",
 }
 """Kind -> what the output must contain: the rank, the unit or the collective, and the code of the problem."""
 WAYS = {"predict": ("trainer",)}

@@ -102,6 +102,15 @@ def test_skipping_rank_of_two_is_found(skips: int) -> None:
 
 
 @pytest.mark.parametrize("skips", [0, 1])
+def test_earlier_steps_show_who_skipped_before_a_wait(skips: int) -> None:
+    """The other rank waits for the second of the calls that were left out: it has made none that follows them."""
+    past = (*STEP, *STEP[:2])
+    calls = {1 - skips: (*past, *STEP[2:4]), skips: (*past, *STEP[4:6])}
+    found = compare_calls([rank_calls(rank, calls[rank]) for rank in (0, 1)])
+    assert found.endswith(f" Rank {skips} left out {gather(2)} and 1 more call.")
+
+
+@pytest.mark.parametrize("skips", [0, 1])
 def test_earlier_steps_show_who_skipped_before_a_failure(skips: int) -> None:
     """gloo ends the ranks at the first difference if the sizes differ, so that no later call can be compared."""
     past = (*STEP, *STEP[:2])
