@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from importlib.metadata import version as version_of
 from typing import Any
 
 import torch
@@ -139,8 +140,8 @@ def check_adapters(model: nn.Module, *, version: int) -> None:
         raise SpecError([Problem(code="FSDP-E646", message=message, fix=fix)])
     wrong = [name for name, parameter in model.named_parameters() if kinds and not _has_its_part(parameter)]
     if wrong:
-        message = f"PEFT has created {format_names(wrong, 2)} with the size of a shard, instead of this rank's part on "
-        message += "the tensor axis: it does not know layers that are divided by FSDP and by tensor parallelism."
+        message = f"PEFT {version_of('peft')} has created {format_names(wrong, 2)} with the size of a shard, not of "
+        message += "this rank's part on the tensor axis: it takes the rows of a shard of FSDP for those of the part."
         fix = "Train the adapters without a tensor axis: set tp_size to 1 and a larger dp_shard_size or cp_size."
         raise SpecError([Problem(code="FSDP-E634", message=message, fix=fix)])
 
