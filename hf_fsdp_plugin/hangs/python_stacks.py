@@ -54,13 +54,6 @@ _OWN_NAMES: Final = (
 """Functions that have their own name in messages, as those of ``torch.distributed`` have."""
 
 
-_DATA_LOADER: Final = os.path.join("torch", "utils", "data", "dataloader.py")
-_READING_FILES: Final = tuple(f"{os.sep}{name}" for name in ("socket.py", "ssl.py", "shutil.py", "filelock/_api.py"))
-"""Ends of the paths of libraries whose calls wait for the network or a file system, but do not match ``_READS``."""
-_READS: Final = re.compile(
-    r"(?<![a-z])(open|read|write|load|save|listdir|scandir|stat|exists|is_file|glob|fsync|download|upload)\w*\("
-)
-"""Calls of functions that read or write files."""
 _NUM_LAST_FRAMES = 2
 _RECORDING = os.path.join("integrations", "call_hooks.py")
 """The file whose functions are called around each collective."""
@@ -199,7 +192,7 @@ def find_place(stack: Sequence[Frame], counts: Counts | None = None) -> tuple[st
         the call, and the counts. Both are empty for a stack that shows neither, and the call for one outside of calls.
     """
     # A collective of objects calls those of tensors: the outer one is named.
-    collective = next((frame.name for frame in stack if _is_collective(frame)), "")
+    collective = next((frame.name for frame in stack if is_collective(frame)), "")
     call, own = "", None
     for frame in stack:
         if not is_library(frame.file):
@@ -219,19 +212,7 @@ def find_place(stack: Sequence[Frame], counts: Counts | None = None) -> tuple[st
     return call, " ".join(parts)
 
 
-def waits_for_data(stack: Sequence[Frame]) -> bool:
-    """Return whether a stack, outermost frame first, ends in a call of the file system or network, or in a data loader.
-
-    The code of the innermost frame shows the call, which is one of C and has no frame of its own.
-    """
-    if any(frame.file.endswith(_DATA_LOADER) for frame in stack):
-        return True
-    if not stack or _is_collective(stack[-1]):
-        return False
-    return stack[-1].file.endswith(_READING_FILES) or _READS.search(stack[-1].source) is not None
-
-
-def _is_collective(frame: Frame) -> bool:
+def is_collective(frame: Frame) -> bool:
     return frame.file.endswith(os.path.join("distributed", "distributed_c10d.py"))
 
 
@@ -252,7 +233,7 @@ def _call_of(frame: Frame) -> str:
         return "forward"
     if frame.name == "step" and folder.endswith("optim"):
         return "optimizer.step"
-    return frame.name if frame.name in _OWN_NAMES or _is_collective(frame) else _CALLS.get(frame.name, "")
+    return frame.name if frame.name in _OWN_NAMES or is_collective(frame) else _CALLS.get(frame.name, "")
 
 
 def format_stack(stack: Sequence[Frame]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Scripts with arguments of their own, started by the command lines of their documents, and settings that do not enable FSDP, on real ranks."""
+"""Command lines of scripts, and settings that do not enable FSDP, on real ranks."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.backends.loading.equal_weights import parameter_memory
+from hf_fsdp_plugin.backends.loading.mapped_files import parameter_memory
 from hf_fsdp_plugin.backends.loading.weight_loader import BroadcastRecord
 from hf_fsdp_plugin.integrations.torch_functions import add_remedy
 from hf_fsdp_plugin.plan.names import unwrapped

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_fsdp_plugin.backends.loading.equal_weights import parameter_memory
+from hf_fsdp_plugin.backends.loading.mapped_files import parameter_memory
 from tests.support.model_families import FAMILIES
 from tests.support.training import fresh_accelerator
 

@@ -1,45 +1,29 @@
-"""Which parameters are unchanged views of mapped files, and which weights are equal on all ranks.
+"""Which weights are equal on all ranks: views of equal files, or tensors with equal hashes.
 
 ``from_pretrained`` maps files, so a parameter is mostly a view of a file. If all ranks have the same view, each of them
 can take its own shard from it, and no broadcast is needed. For each parameter the ranks compare a hash of what it is a
-view of: the file's path, size and modification time, and the position in the file. Of a file of the Hugging Face cache,
-whose name is the hash of its content, they compare name and size, because each machine may have downloaded it. A view
-that this process has written to counts as changed. The bits of other tensors are compared by their hashes and sums.
-
-Linux only: the kernel lists the mapped files in ``/proc/self/maps``, and in ``/proc/self/pagemap`` which of their pages
-this process has copied to write to them (``man 5 proc_pid_pagemap``). Elsewhere no views are known.
+view of: the identity of the file, and the position in it (:mod:`hf_fsdp_plugin.backends.loading.mapped_files`). The
+bits of other tensors are compared by their hashes and sums.
 """
 
 from __future__ import annotations
 
 import hashlib
-import mmap
-import os
-import re
-from bisect import bisect_right
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-import numpy
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_fsdp_plugin.backends.loading.mapped_files import MappedFiles, file_identity
 from hf_fsdp_plugin.backends.ranks.agreement import gather_objects
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_names, plural
-from hf_fsdp_plugin.torch_private.modules import local_tensor
 
-_MAPPED_FILE = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S{4} ([0-9a-f]+) \S+ \d+ +(/.*)$", re.MULTILINE)
-_HASH_OF_CONTENT = re.compile("[0-9a-f]{64}")
-_PAGE_OF_FILE, _PAGE_IN_USE = 61, 62
-"""Bits of a page in ``/proc/self/pagemap``: whether it belongs to a file, and (62 and 63) whether it is in memory or
-swapped out. A page of a mapped file that is in use without belonging to the file is a changed copy."""
 _MASK = (1 << 62) - 1
 """Makes hashes positive, so that a reduction with MAX of the negated hashes returns the smallest hash of all ranks."""
 _NO_VIEW = 0
@@ -47,76 +31,6 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> the integer type with the same size."""
 _ADDED = 1 << 24
 """Number of elements that are added at a time: torch makes a copy of them with 8 bytes each."""
-
-
-class MappedFiles:
-    """The files that this process has mapped at one moment."""
-
-    def __init__(self) -> None:
-        try:
-            with open("/proc/self/maps", errors="replace") as file:
-                found = _MAPPED_FILE.findall(file.read())
-        except OSError:
-            found = []
-        self._regions = [(int(start, 16), int(end, 16), int(offset, 16), path) for start, end, offset, path in found]
-
-    def view(self, tensor: torch.Tensor) -> tuple[str, int] | None:
-        """Return the path and the position in bytes of what a tensor is an unchanged, contiguous view of, if any."""
-        if not is_plain_on_cpu(tensor) or not tensor.is_contiguous():
-            return None
-        address = tensor.data_ptr()
-        index = bisect_right(self._regions, address, key=lambda region: region[0]) - 1
-        if index < 0 or address + tensor.nbytes > self._regions[index][1] or _is_changed(address, tensor.nbytes):
-            return None
-        start, _, offset, path = self._regions[index]
-        return path, address - start + offset
-
-
-def _is_changed(address: int, num_bytes: int) -> bool:
-    """Return whether this process has written to a part of a mapped file."""
-    first, last = address // mmap.PAGESIZE, (address + max(num_bytes, 1) - 1) // mmap.PAGESIZE
-    try:
-        with open("/proc/self/pagemap", "rb") as file:
-            file.seek(first * 8)
-            pages = numpy.frombuffer(file.read((last - first + 1) * 8), dtype=numpy.uint64)
-    except OSError:
-        return True
-    of_file = (pages >> numpy.uint64(_PAGE_OF_FILE)) & numpy.uint64(1)
-    return len(pages) == 0 or bool(((pages >> numpy.uint64(_PAGE_IN_USE) != 0) & (of_file == 0)).any())
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ParameterMemory:
-    """Which memory the parameters of a model are in on one rank. Tied parameters count once.
-
-    Attributes:
-        num_mapped: number of parameters that are unchanged views of a mapped file.
-        num_private: number of parameters in memory of this process alone.
-        num_on_meta: number of parameters on the meta device.
-        num_on_device: number of parameters on an accelerator.
-        private_bytes: host memory of this process alone.
-        total_bytes: bytes of all parameters.
-    """
-
-    num_mapped: int = 0
-    num_private: int = 0
-    num_on_meta: int = 0
-    num_on_device: int = 0
-    private_bytes: int = 0
-    total_bytes: int = 0
-
-
-def parameter_memory(parameters: Iterable[torch.Tensor]) -> ParameterMemory:
-    """Read off the addresses of the parameters which memory they are in. No collectives."""
-    files, counts, num_bytes = MappedFiles(), Counter[str](), Counter[str]()
-    for parameter in {id(parameter): local_tensor(parameter) for parameter in parameters}.values():
-        if parameter.device.type != "cpu":
-            kind = "num_on_meta" if parameter.is_meta else "num_on_device"
-        else:
-            kind = "num_private" if files.view(parameter) is None else "num_mapped"
-        counts[kind] += 1
-        num_bytes[kind] += parameter.nbytes
-    return ParameterMemory(**counts, private_bytes=num_bytes["num_private"], total_bytes=num_bytes.total())
 
 
 def find_mapped_parameters(model: nn.Module, device: torch.device) -> set[int]:
@@ -127,7 +41,7 @@ def find_mapped_parameters(model: nn.Module, device: torch.device) -> set[int]:
     Args:
         device: the device on which the numbers are reduced.
     """
-    parameters, files, identity = list(model.parameters()), MappedFiles(), cache(_identity)
+    parameters, files, identity = list(model.parameters()), MappedFiles(), cache(file_identity)
     if not parameters:
         return set()
     hashes = [_hash_of_view(parameter, files.view(parameter), identity) for parameter in parameters]
@@ -141,24 +55,6 @@ def _hash_of_view(
     if view is None or (found := identity(view[0])) is None:
         return _NO_VIEW
     return _hash(found, view[1], str(parameter.dtype), str(list(parameter.shape)))
-
-
-def _identity(path: str) -> tuple[Any, ...] | None:
-    """Return what all ranks with the same file have in common; ``None`` if it has been removed or replaced.
-
-    The kernel adds "(deleted)" to the path of such a file.
-    """
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    name = os.path.basename(path)
-    return (name, status.st_size) if _HASH_OF_CONTENT.fullmatch(name) else (path, status.st_size, status.st_mtime_ns)
-
-
-def is_plain_on_cpu(tensor: torch.Tensor) -> bool:
-    """Whether the data of a tensor or parameter is an ordinary tensor in host memory."""
-    return type(tensor.data) is torch.Tensor and tensor.device.type == "cpu"
 
 
 def _hash(*content: object) -> int:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_fsdp_plugin.backends.loading import equal_weights
+from hf_fsdp_plugin.backends.loading import equal_weights, mapped_files
 from hf_fsdp_plugin.backends.optimizers.parameters import average_gradient
 from hf_fsdp_plugin.backends.ranks.agreement import same_on_all_ranks
 from hf_fsdp_plugin.backends.torch_types import PinnedWindows, copy_to_device
@@ -53,7 +53,7 @@ class BroadcastRecord:
     num_tensors: int = 0
     num_filled: int = 0
     num_from_files: int = 0
-    before: equal_weights.ParameterMemory | None = None
+    before: mapped_files.ParameterMemory | None = None
     checksum: Any = 0
 
     def add(self, tensor: torch.Tensor) -> None:
@@ -86,7 +86,7 @@ class WeightLoader:
         self._model = model
         self._device = device
         self._has_meta_parameters = any(parameter.is_meta for parameter in model.parameters())
-        before = equal_weights.parameter_memory(model.parameters()) if plan.ram_efficient else None
+        before = mapped_files.parameter_memory(model.parameters()) if plan.ram_efficient else None
         self.record = BroadcastRecord(before=before)
         self._windows = PinnedWindows()
         # Parameters are removed when they are prepared: a new parameter may get the id of one that was freed.
@@ -121,7 +121,7 @@ class WeightLoader:
         for parameter in self._prepare_parameters(unit.parameters):
             # The optimizer updates the shards: in bf16, small updates would be lost.
             dtype = self._plan.precision.stored_dtype(parameter)
-            if self._device.type != "cpu" and equal_weights.is_plain_on_cpu(parameter) and parameter.is_contiguous():
+            if self._device.type != "cpu" and mapped_files.is_plain_on_cpu(parameter) and parameter.is_contiguous():
                 whole[id(parameter)] = parameter.data
                 parameter.data = torch.empty_like(parameter.data, dtype=dtype, device=self._device)
             elif parameter.dtype != dtype:

@@ -5,19 +5,13 @@ They are pickles. Only names that torch, the libraries or the user allow are unp
 
 from __future__ import annotations
 
-import codecs
-import datetime
-import pathlib
 import pickle
 import re
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 
 from hf_fsdp_plugin.backends.ranks.agreement import broadcast_object, on_all_ranks
@@ -27,6 +21,7 @@ from hf_fsdp_plugin.checkpoint.errors import problems_of, raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.file_io import open_for_reading
 from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest
 from hf_fsdp_plugin.checkpoint.formats.torch_files import compare_checksums
+from hf_fsdp_plugin.checkpoint.reading.plain_data import plain_data
 from hf_fsdp_plugin.text import format_names
 
 _ALLOW = (
@@ -122,26 +117,6 @@ def _names_not_allowed(path: Path) -> list[str]:
             return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
     except Exception:  # a damaged pickle can raise any exception
         return []
-
-
-_PLAIN = (
-    codecs.encode, frozenset, range, slice,
-    datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone,
-    pathlib.Path, pathlib.PosixPath, pathlib.PurePosixPath,
-)  # fmt: skip
-"""Plain data that torch does not allow by default, because its own files do not contain it."""
-
-
-@contextmanager
-def plain_data() -> Iterator[None]:
-    """Allow plain data, and what arrays and scalars of NumPy consist of, such as NumPy's random state."""
-    functions: list[Any] = [numpy.zeros(0).__reduce__()[0], numpy.float64(0).__reduce__()[0]]
-    # NumPy 1 has other module names.
-    earlier = [(function, f"numpy.core.multiarray.{function.__name__}") for function in functions]
-    dtypes = {type(numpy.dtype(kind)) for kind in numpy.sctypeDict.values()}
-    allowed: list[Any] = [*_PLAIN, *functions, *earlier, *dtypes, numpy.ndarray, numpy.dtype]
-    with torch.serialization.safe_globals(allowed):
-        yield
 
 
 def _reason(error: Exception) -> str:

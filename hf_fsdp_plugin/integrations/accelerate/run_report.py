@@ -17,6 +17,7 @@ from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.checkpoint.formats.known_formats import stored_state_dict_type
 from hf_fsdp_plugin.hangs.calls import record
 from hf_fsdp_plugin.integrations.accelerate import private
+from hf_fsdp_plugin.integrations.accelerate.loader_batch import loader_batch
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import current_run, session
 from hf_fsdp_plugin.messages import print_once
@@ -178,7 +179,7 @@ def report_accelerator(accelerator: Any, *, batch: BatchShape | None = None, che
     report = build_report_of_trained(
         [*models, *getattr(plugin, "evaluated_models", ())],
         private.prepared_optimizers(accelerator),
-        batch=batch or _loader_batch(accelerator),
+        batch=batch or loader_batch(accelerator),
         state_dict=common_value(sorted(filter(None, kinds))) or getattr(plugin, "state_dict_kind", None),
         state_dict_reason=getattr(plugin, "state_dict_reason", ""),
         saved_asynchronously=next(
@@ -187,13 +188,3 @@ def report_accelerator(accelerator: Any, *, batch: BatchShape | None = None, che
         storage=manager().storage_url,
     )
     return replace(report, restarts=current_run().restarts, steps_before=record().counts.before)
-
-
-def _loader_batch(accelerator: Any) -> BatchShape | None:
-    for loader in private.prepared_dataloaders(accelerator):
-        sampler: Any = getattr(loader, "batch_sampler", None)
-        if size := getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None):
-            if getattr(sampler, "split_batches", False):
-                size //= sampler.num_processes
-            return BatchShape(per_device=size, accumulation=accelerator.gradient_accumulation_steps)
-    return None

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from hf_fsdp_plugin.integrations.accelerate import private
+from hf_fsdp_plugin.integrations.accelerate.loader_batch import samples_at_once
 from hf_fsdp_plugin.integrations.samples import batch_facts, kept_accumulation, samples_problem
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.state import parts_of
@@ -48,21 +49,13 @@ def notice_accumulation(accelerator: Any, optimizer: Optimizer) -> None:
 def batch_of(accelerator: Any) -> dict[str, Any]:
     """Return the samples of an optimizer step, and the schedules of the learning rate, for the manifest."""
     accumulation = accelerator.gradient_accumulation_steps
-    samples = next(filter(None, map(_samples, private.prepared_dataloaders(accelerator))), None)
+    samples = next(filter(None, map(samples_at_once, private.prepared_dataloaders(accelerator))), None)
     schedules = [(_scheduler_steps(each), each) for each in private.prepared_schedulers(accelerator)]
     return {
         **batch_facts(accumulation, samples * accumulation if samples is not None else None),
         "accumulates": parts_of(accelerator).get(AccelerateLoop).accumulates,
         "schedules": [{"steps": steps, "factors": _factors(each, steps)} for steps, each in schedules],
     }
-
-
-def _samples(loader: Any) -> int | None:
-    """Return the samples that all ranks together read at once."""
-    try:
-        return int(loader.total_batch_size)
-    except (AttributeError, TypeError):  # no batch size, or none that Accelerate knows
-        return None
 
 
 def keep_samples_per_step(accelerator: Any, checkpoint: Path, saved: Mapping[str, Any]) -> None:

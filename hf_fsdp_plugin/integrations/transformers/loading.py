@@ -27,7 +27,7 @@ from transformers.core_model_loading import WeightConverter
 
 from hf_fsdp_plugin.axes import CONTEXT_AXIS, REPLICATE_AXIS, SHARD_AXIS, TENSOR_AXIS
 from hf_fsdp_plugin.backends.loading.deferred_weights import defer_weights
-from hf_fsdp_plugin.backends.loading.equal_weights import parameter_memory
+from hf_fsdp_plugin.backends.loading.mapped_files import parameter_memory
 from hf_fsdp_plugin.backends.ranks.agreement import on_all_ranks
 from hf_fsdp_plugin.devices import accelerator_type
 from hf_fsdp_plugin.integrations import patching

@@ -8,12 +8,10 @@ import transformers as hf
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.tools.plan.estimate.machines import machine_named
+from hf_fsdp_plugin.tools.plan.estimate.memory.nccl_buffers import communicator_sizes, nccl_bytes, num_channels
 from hf_fsdp_plugin.tools.plan.estimate.memory.peak import (
-    communicator_sizes,
     estimate_memory,
     framework_bytes,
-    nccl_bytes,
-    num_channels,
     workspace_bytes,
 )
 from hf_fsdp_plugin.tools.plan.estimate.time import estimate_communication

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import safe_open, save_file
 from torch import nn
 
-from hf_fsdp_plugin.backends.loading.equal_weights import _identity, find_mapped_parameters, parameter_memory
+from hf_fsdp_plugin.backends.loading.equal_weights import find_mapped_parameters
+from hf_fsdp_plugin.backends.loading.mapped_files import file_identity, parameter_memory
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(not os.access("/proc/self/pagemap", os.R_OK), reason="the kernel lists no pages")
@@ -77,10 +78,10 @@ def test_file_with_a_hash_as_name_is_known_by_it(tmp_path: Path):
     content, plain = tmp_path / ("0a" * 32), tmp_path / "model.safetensors"
     for path in (content, plain):
         path.write_bytes(b"1")
-    before = _identity(str(content)), _identity(str(plain))
+    before = file_identity(str(content)), file_identity(str(plain))
     for path in (content, plain):
         os.utime(path, (1.0, 1.0))
-    assert before[0] == _identity(str(content)) and before[1] != _identity(str(plain))
+    assert before[0] == file_identity(str(content)) and before[1] != file_identity(str(plain))
 
 
 def test_views_of_a_removed_file_are_not(model: nn.Sequential, tmp_path: Path):

@@ -1,7 +1,8 @@
 """Memory of a step in closed form: shards and buffers from the plan, and activations counted on meta tensors.
 
-On a GPU, there is more than tensors: workspaces of cuBLAS, buffers of NCCL, the CUDA context, cached memory. The
-figures are the constants below, with their sources. On device types other than ``cuda`` none is known.
+On a GPU, there is more than tensors: workspaces of cuBLAS, buffers of NCCL
+(:mod:`hf_fsdp_plugin.tools.plan.estimate.memory.nccl_buffers`), the CUDA context, cached memory. The figures are the
+constants below, with their sources. On device types other than ``cuda`` none is known.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from hf_fsdp_plugin.tools.plan.estimate.divided import as_loaded
 from hf_fsdp_plugin.tools.plan.estimate.machines import Machine
 from hf_fsdp_plugin.tools.plan.estimate.memory.engines import Fsdp1Engine, Fsdp2Engine
 from hf_fsdp_plugin.tools.plan.estimate.memory.meta_pass import profile_step
+from hf_fsdp_plugin.tools.plan.estimate.memory.nccl_buffers import communicator_sizes, nccl_bytes, num_channels
 from hf_fsdp_plugin.tools.plan.estimate.memory.step import Ledger, StepProfile, pinned_bytes
 from hf_fsdp_plugin.tools.plan.estimate.types import DeviceMemory, MemoryEstimate, Optimizer, Workload, update_loop
 from hf_fsdp_plugin.tools.plan.estimate.unit_bytes import ParameterShard, UnitBytes, ignored_bytes, unit_bytes
@@ -33,15 +35,6 @@ _CONTEXT: Final = 616 * _MIB
 """The CUDA context with the kernels that are loaded. Published: 256 MiB (RTX 3090, torch 2.7, invoke-ai/InvokeAI issue
 9413), 426 MiB (RTX 6000 Ada, torch 2.10, unslothai/unsloth-zoo pull request 1053), 616 MiB (a server with 8 GPUs,
 LMCache/LMCache issue 4019). This is the largest."""
-_CONNECTION: Final = 12 * _MIB
-"""Bytes that NCCL allocates for one channel of a connection: buffers of 512 KiB (LL), 4.7 MiB (LL128) and 4 MiB (simple
-protocol, ``NCCL_BUFFSIZE``) and two structures, in allocations of whole 2 MiB (``p2pSendSetup`` and ``p2pRecvSetup`` in
-src/transport/p2p.cc, ``computeBuffSizes`` in src/init.cc; NVIDIA/nccl issue 1685 logs 10 and 2 MiB)."""
-_CHANNELS: Final = {True: 24, False: 4}
-"""Whether GPUs are linked by NVLink -> channels: 24 in logs of 8 A100 (NVIDIA/nccl-tests issue 100), fewer on other
-machines (16 on 8 H800, NVIDIA/nccl issue 892); 4 without NVLink is an assumption."""
-_PCIE_BANDWIDTH: Final = 64e9
-"""Bytes/s of PCI Express 5.0 x16: faster links are NVLink."""
 RESERVED_RATIO: Final = 1.3
 NEEDED_RATIO: Final = 1.1
 """Ratios of reserved and of needed memory to the allocated peak: medians of simulated steps (docs/planning.md)."""
@@ -217,37 +210,6 @@ def workspace_bytes(device_type: str, machine: Machine | None = None) -> tuple[i
 def framework_bytes(device_type: str, machine: Machine | None = None) -> int:
     """Return the bytes that torch allocates on a device for its libraries."""
     return sum(workspace_bytes(device_type, machine))
-
-
-def communicator_sizes(plan: FsdpPlan) -> tuple[int, ...]:
-    """Return the number of ranks of each NCCL communicator of a rank: the world, and the axes of a mesh with several.
-
-    The ranks that have the same experts have one, too.
-    """
-    mesh = plan.mesh
-    axes: tuple[int, ...] = (mesh.replicate, mesh.num_shards) if plan.has_replicas or mesh.has_model_axes else ()
-    if mesh.has_model_axes:
-        axes += (mesh.context, mesh.tensor, mesh.expert)
-        axes += (mesh.num_expert_shards,) if mesh.expert > 1 else ()
-    return tuple(size for size in (plan.world_size, *axes) if size > 1)
-
-
-def num_channels(machine: Machine | None) -> int:
-    """Return the channels of a communicator. For unknown GPUs, NVLink is assumed, as it needs more memory."""
-    if machine is None or machine.capability is None:
-        return _CHANNELS[True]
-    return _CHANNELS[machine.intra.bandwidth > _PCIE_BANDWIDTH]
-
-
-def nccl_bytes(plan: FsdpPlan, machine: Machine | None = None) -> int:
-    """Return the bytes of the buffers of all communicators.
-
-    Each channel has a ring, and for all-reduces a tree: with one neighbour if there are two ranks, else with one in
-    half of the channels and two in the others. NVIDIA/nccl issue 964 measures 544 MB for 2 A100 and 688 MB for more;
-    this function returns 576 and 720 MiB. NVLink SHARP, and buffers for the network, are not included.
-    """
-    neighbours = sum(2.0 if size == 2 else 2.5 for size in communicator_sizes(plan))
-    return int(num_channels(machine) * neighbours * _CONNECTION)
 
 
 def device_memory(plan: FsdpPlan, machine: Machine | None, allocated: int) -> DeviceMemory | None:
