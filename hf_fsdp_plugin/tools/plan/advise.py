@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, colored, print_result, text_width
@@ -55,7 +56,16 @@ def print_advice(args: argparse.Namespace, planned: Planned) -> int:
     if chosen is not None:
         choice, config = chosen.choice, config_text(chosen, spec)
         arguments = script_arguments(choice.micro_batch, choice.accumulation, choice.sync_each_batch)
-    lines = [*_answer_lines(advice, chosen), *(f"# {argument}" for argument in arguments), config.rstrip()]
+    lines = _answer_lines(advice, chosen)
+    if args.html is not None:
+        from hf_fsdp_plugin.tools.plan.page import advice_page, write_page
+
+        shown_rows = [*advice.fitting[:_ROWS], *advice.rejected[:_ROWS], *([chosen] if chosen is not None else [])]
+        names = {id(row): (_settings(row), _batches(row)) for row in shown_rows}
+        title = f"Settings for {plan.model_class} on {plural(plan.world_size, 'rank')}"
+        page = advice_page(title, _answer(advice), advice, chosen, names, config)
+        lines += [*write_page(Path(args.html), page), ""]
+    lines += [*(f"# {argument}" for argument in arguments), config.rstrip()]
     shown = {
         "ok": advice.best is not None,
         "gpu_memory_bytes": advice.gpu_memory,
@@ -73,7 +83,9 @@ def print_advice(args: argparse.Namespace, planned: Planned) -> int:
 def _answer_lines(advice: Advice, chosen: AdviceRow | None) -> list[str]:
     """Return the best settings, a table, the rejected settings, and why the chosen row is not the best one."""
     width = text_width()
-    lines = [*wrap_words(_answer(advice), width, ""), ""]
+    first, *rest = wrap_words(_answer(advice), width, "")
+    start = "Nothing fits" if advice.best is None else "Best"
+    lines = [colored(start, "red" if advice.best is None else "green") + first.removeprefix(start), *rest, ""]
     if advice.fitting:
         lines += [rows_table(advice.fitting, chosen, width), ""]
     if advice.rejected:
@@ -152,10 +164,10 @@ def _answer(advice: Advice) -> str:
     limit, memory = format_memory(advice.limit), format_memory(advice.gpu_memory)
     if best is None:
         change = " ".join(advice.remedies) or "No number of machines up to 64 times as many would change that."
-        return f"{colored('Nothing fits', 'red')} into {limit} ({memory} without headroom). {change}"
+        return f"Nothing fits into {limit} ({memory} without headroom). {change}"
     speed = f", {best.tokens_per_second:,.0f} tokens/s" if best.tokens_per_second else ""
     peak = format_memory(best.memory.needed_bytes)
-    return f"{colored('Best', 'green')}: {_settings(best)}, {_batches(best)}: {peak} of {limit} ({memory} without " + (
+    return f"Best: {_settings(best)}, {_batches(best)}: {peak} of {limit} ({memory} without " + (
         f"headroom) per GPU{speed}."
     )
 

@@ -1,12 +1,12 @@
-"""The page of ``hf-fsdp plan --html``: pictures of the memory by strategy, of a step, and of the units."""
+"""The pages of ``hf-fsdp plan --html``: pictures of a plan, or with ``--advise`` of the settings that were compared."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.checkpoint.file_io import write_atomically
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, equal_units
@@ -16,6 +16,9 @@ from hf_fsdp_plugin.text import format_count, format_memory, plural, printable
 from hf_fsdp_plugin.tools.common import format_seconds
 from hf_fsdp_plugin.tools.plan.estimate import types
 from hf_fsdp_plugin.tools.plan.output import Prediction, subject_of
+
+if TYPE_CHECKING:
+    from hf_fsdp_plugin.tools.plan.estimate.planner import Advice, AdviceRow
 
 _COLORS: Final[dict[types.MemoryKind, str]] = {
     "params": "#0072b2", "grads": "#e69f00", "optimizer": "#009e73", "activations": "#cc79a7", "gathered": "#56b4e9",
@@ -30,14 +33,14 @@ _LEAST_HEIGHT: Final = 2.5
 _MOST_SPANS: Final = 1500
 
 
-def write_page(out: Path, prediction: Prediction) -> list[str]:
-    """Write the page, and return the line that names it.
+def write_page(out: Path, page: str) -> list[str]:
+    """Write a page, and return the line that names its file.
 
     Raises:
         SpecError: the file cannot be written (FSDP-E835).
     """
     try:
-        write_atomically(out, plan_page(prediction), preserve=True)
+        write_atomically(out, page, preserve=True)
     except OSError as error:
         message = f"cannot write {out}: {error.strerror or error}."
         fix = "Choose a file in a folder that exists and is writable."
@@ -69,6 +72,25 @@ def plan_page(prediction: Prediction) -> str:
         step_end=max((span.end for span in spans), default=0.0) or 1.0,
     )
     return str(_macros().document(plan.model_class, str(body)))
+
+
+def advice_page(
+    title: str, answer: str, advice: Advice, chosen: AdviceRow | None, names: Mapping[int, tuple[str, str]], config: str
+) -> str:
+    """Return one self-contained HTML page of the settings that the planner has compared: their memory and speed.
+
+    Args:
+        chosen: the row of the config.
+        names: ``id`` of each row that is shown -> its settings, and its micro-batches.
+        config: the text of the config; empty if nothing fits.
+    """
+    fitting, rejected = ([row for row in rows if id(row) in names] for rows in (advice.fitting, advice.rejected))
+    body = _macros().advice(
+        title=title, answer=answer, advice=advice, fitting=fitting, rejected=rejected, chosen=chosen, names=names,
+        fastest=max((row.tokens_per_second or 0.0 for row in fitting), default=0.0), config=config,
+        largest=max([advice.gpu_memory, *(row.memory.needed_bytes for row in (*fitting, *rejected))]),
+    )  # fmt: skip
+    return str(_macros().document(title, str(body)))
 
 
 def memory_by_strategy(prediction: Prediction) -> dict[str, types.MemoryEstimate]:
@@ -111,7 +133,7 @@ def _macros() -> Any:
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"count": format_count, "seconds": format_seconds, "size": format_memory}
+    environment.filters |= {"count": format_count, "seconds": format_seconds, "size": format_memory, "id": id}
     text = files("hf_fsdp_plugin.tools.plan").joinpath("charts.html").read_text(encoding="utf-8")
     names = {"COLORS": _COLORS, "KIND_NAMES": types.KIND_NAMES, "WIDTH": _WIDTH, "HEIGHT": _HEIGHT}
     return environment.from_string(text, names).module

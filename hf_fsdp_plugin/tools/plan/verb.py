@@ -35,7 +35,7 @@ _DEFAULT_LENGTH: Final = 2048
 _QLORA_RANK: Final = 16
 _DEFAULTS: Final = ("full_shard auto_wrap", "precision.param=bf16")
 """Options of ``fsdp``, and a setting, that are used if the user sets none."""
-_NOT_ADVISED: Final = frozenset({"sync_each_batch", "device", "html", "force"})
+_NOT_ADVISED: Final = frozenset({"sync_each_batch", "device"})
 """Flags that have no effect with ``--advise``, and are refused, so that no flag is ignored silently."""
 _LARGEST: Final = 1 << 24
 
@@ -82,9 +82,9 @@ def run(args: argparse.Namespace) -> int:
         if planned is not None:
             prediction, written = predict(planned), []
             if args.html is not None:
-                from hf_fsdp_plugin.tools.plan.page import write_page
+                from hf_fsdp_plugin.tools.plan.page import plan_page, write_page
 
-                written = write_page(Path(args.html), prediction)
+                written = write_page(Path(args.html), plan_page(prediction))
             return print_prediction(args, prediction, problems, written)
     except SpecError as error:
         problems += error.problems

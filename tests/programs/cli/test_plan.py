@@ -157,6 +157,15 @@ def test_advice_ends_with_a_config_that_check_accepts(plan, hf_fsdp, tmp_path):
     assert settings["precision.param"]["value"] == "bf16"
 
 
+def test_advice_is_written_as_a_page(plan, tmp_path):
+    argv = "--advise --model llama fsdp.yaml --seq-len 128 --global-batch 16 --gpu-memory 80GB --html page.html"
+    code, out, _ = plan(argv)
+    assert code == 0 and "written: page.html" in out
+    page, config = (tmp_path / "page.html").read_text(), out[out.index("compute_environment:") :].strip()
+    assert "Settings for LlamaForCausalLM on 4 ranks" in page and config in page
+    assert plan(argv)[0] == 1  # the page exists
+
+
 def test_advice_without_a_fitting_row_exits_1(plan):
     code, out, _ = plan("--advise --model llama fsdp.yaml --seq-len 512 --gpu-memory 1MiB")
     assert code == 1 and out.startswith("Nothing fits into ") and "compute_environment" not in out

@@ -22,9 +22,10 @@ from hf_fsdp_plugin.plan.fsdp_plan import equal_units
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.spec.load import load_spec
 from hf_fsdp_plugin.tools.plan.estimate.machines import machine_named
+from hf_fsdp_plugin.tools.plan.estimate.planner import Advice, advise
 from hf_fsdp_plugin.tools.plan.estimate.types import KIND_NAMES, MemoryEstimate, Workload
 from hf_fsdp_plugin.tools.plan.output import Planned, Prediction, predict
-from hf_fsdp_plugin.tools.plan.page import _COLORS, memory_by_strategy, plan_page
+from hf_fsdp_plugin.tools.plan.page import _COLORS, advice_page, memory_by_strategy, plan_page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -164,15 +165,33 @@ def by_strategy(predictions: dict[str, Prediction]) -> dict[str, dict[str, Memor
 
 
 @pytest.fixture(scope="module")
-def shown(predictions: dict[str, Prediction], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def advice(predictions: dict[str, Prediction]) -> Advice:
+    planned = predictions["8B"].planned
+    return advise(
+        planned.model, planned.workload, global_batch=64, gpu_memory=80 * 10**9, num_machines=1, gpus_per_machine=8,
+        machine=planned.machine, version=2, precision="bf16", wrap={},
+    )  # fmt: skip
+
+
+def shown_advice(advice: Advice) -> str:
+    names = {id(row): (f"settings {number}", "micro-batches") for number, row in enumerate(advice.rows[-6:])}
+    names |= {id(row): (f"settings {number + 6}", "micro-batches") for number, row in enumerate(advice.fitting[:6])}
+    return advice_page("Settings", "Best: the first", advice, advice.best, names, "fsdp_version: 2\n# " + 150 * "x")
+
+
+@pytest.fixture(scope="module")
+def shown(
+    predictions: dict[str, Prediction], advice: Advice, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """What a browser shows of each page at each width: the result of measure_pages.js for ``405B-400``."""
     if CHROMIUM is None:
         pytest.skip("needs a browser: apt-get install chromium")
     folder = tmp_path_factory.mktemp("pages")
     script = Path(__file__).with_name("measure_pages.js").read_text(encoding="utf-8")
     frames = f"<!doctype html><meta charset=utf-8><body><script>{script}</script>"
-    for name, prediction in predictions.items():
-        (folder / f"{name}.html").write_text(plan_page(prediction), encoding="utf-8")
+    pages = {name: plan_page(prediction) for name, prediction in predictions.items()}
+    for name, page in {**pages, "advice": shown_advice(advice)}.items():
+        (folder / f"{name}.html").write_text(page, encoding="utf-8")
         for width in WIDTHS:
             style = f"width:{width}px;height:3000px;border:0"
             frames += f"<iframe id={name}-{width} src={name}.html style='{style}'></iframe>"
@@ -194,7 +213,9 @@ def test_plan_is_the_only_verb_with_a_page():
     assert [verb for verb, flags in FLAG_TABLES.items() if "html" in flags] == ["plan"]
 
 
-PAGES = pytest.mark.parametrize("page_name", [f"{name}-{width}" for name in ("8B", "405B") for width in WIDTHS])
+NAMES = [f"{name}-{width}" for name in ("8B", "405B") for width in WIDTHS]
+PAGES = pytest.mark.parametrize("page_name", NAMES)
+ALL_PAGES = pytest.mark.parametrize("page_name", [*NAMES, *(f"advice-{width}" for width in WIDTHS)])
 Box = tuple[float, float, float, float]
 
 
@@ -207,7 +228,7 @@ def is_inside(box: Box, outer: Box) -> bool:
     return all(box[i] >= outer[i] - 0.1 and box[i + 2] <= outer[i + 2] + 0.1 for i in (0, 1))
 
 
-@PAGES
+@ALL_PAGES
 def test_browser_cuts_nothing(shown, page_name):
     page = shown[page_name]
     width = float(page_name.partition("-")[2])
@@ -222,7 +243,7 @@ def test_browser_cuts_nothing(shown, page_name):
         assert all(is_inside(shape, picture["box"]) for shape in picture["shapes"])
 
 
-@PAGES
+@ALL_PAGES
 def test_browser_shows_nothing_over_anything_else(shown, page_name):
     page = shown[page_name]
     boxes = [line for text in page["texts"] for line in text["boxes"]]
@@ -276,3 +297,23 @@ def test_browser_shows_every_stream_of_a_step(shown, predictions, page_name):
         streams["all_reduce"] = "grads"
     assert {span.stream for span in spans} == set(streams)
     assert painted == {_COLORS[kind] for kind in streams.values()}
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_browser_shows_every_row_of_the_advice(shown, advice, width):
+    page = shown[f"advice-{width}"]
+    words = " ".join(text["text"] for text in page["texts"])
+    rows = [row for row in advice.rows if id(row) in {id(row) for row in (*advice.rows[-6:], *advice.fitting[:6])}]
+    assert len(rows) > 6 and all(f"settings {number}" in words for number in range(12))
+    assert words.count("(the config below)") == 1 and "fsdp_version: 2" in words
+    memory = [bar for bar in page["bars"] if bar["marks"]]
+    kinds = [sum(size > 0 for size in row.memory.peak.bytes_by_kind.values()) for row in rows]
+    expected = [num + (row.memory.needed_bytes > row.memory.peak.bytes) for num, row in zip(kinds, rows, strict=True)]
+    assert [len(bar["bands"]) for bar in memory] == expected
+    assert len(page["bars"]) - len(memory) == sum(row.tokens_per_second is not None for row in rows)
+
+
+def test_page_of_the_advice_is_complete(advice):
+    parsed = Parsed(shown_advice(advice))
+    assert parsed.open == [] and parsed.links == [] and "script" not in parsed.tags
+    assert parsed.sections == ["fitting", "rejected", "config"]
