@@ -296,8 +296,10 @@ def forget_end_of_script() -> None:
 def reset_process() -> None:
     """Undo what the plugin, Accelerate and Transformers leave in a process by design."""
     import hf_fsdp_plugin as hfp
+    from hf_fsdp_plugin.backends.sharding.shard import sharded_models
 
     hfp.uninstall()
+    sharded_models().clear()  # those of earlier cases are not collected yet, and a sharded model asks for FSDP
     reset_accelerate()
     forget_end_of_script()
     for variable in _LIBRARY_VARIABLES:
