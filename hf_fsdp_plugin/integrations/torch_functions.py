@@ -24,6 +24,7 @@ from hf_fsdp_plugin.backends.sharding.unused_parameters import backward_ended
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import format_names, plural
 from hf_fsdp_plugin.torch_private import fsdp1
+from hf_fsdp_plugin.torch_private.modules import plain_tensors
 
 
 def finish_backward(original: Callable[..., None], state: FSDP, *args: Any) -> None:
@@ -77,7 +78,8 @@ def is_shard(tensor: torch.Tensor, flat_storages: set[int]) -> bool:
         return tensor.device_mesh.size() > 1
     if not flat_storages or tensor.layout != torch.strided or tensor.is_meta:
         return False
-    return tensor.numel() > 0 and tensor.untyped_storage().data_ptr() in flat_storages
+    memory = (plain.untyped_storage().data_ptr() for plain in plain_tensors([tensor]))
+    return tensor.numel() > 0 and any(address in flat_storages for address in memory)
 
 
 def flat_storages() -> set[int]:
@@ -93,7 +95,7 @@ def flat_storages() -> set[int]:
         for state in (state for parameter, state in optimizer.state.items() if id(parameter) in parameters):
             for value in state.values():
                 if isinstance(value, torch.Tensor) and value.dim() and value.layout == torch.strided:
-                    storages.add(value.untyped_storage().data_ptr())
+                    storages.update(plain.untyped_storage().data_ptr() for plain in plain_tensors([value]))
     return storages
 
 

@@ -5,7 +5,7 @@ Memory is measured from the storages of the live tensors, beside the memory that
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from hf_fsdp_plugin.plan.units import live_units, model_class_name
 from hf_fsdp_plugin.text import format_names, plural, short_dtype
 from hf_fsdp_plugin.torch_private.functions import CheckpointWrapper
 from hf_fsdp_plugin.torch_private.live_unit import LiveUnit
+from hf_fsdp_plugin.torch_private.modules import plain_tensors
 
 HELD = ("params_bytes", "grads_bytes", "optimizer_bytes")
 
@@ -267,18 +268,8 @@ def gradient_bytes(model: nn.Module, units: Sequence[UnitObservation]) -> int:
 
 def storage_bytes(tensors: Iterable[torch.Tensor], *, excluding: Iterable[torch.Tensor] = ()) -> int:
     """Return the bytes of the distinct storages of the tensors' local parts; a freed or meta storage counts 0."""
-    excluded = dict(map(_storage, _plain_tensors(excluding)))
-    return sum(size for key, size in dict(map(_storage, _plain_tensors(tensors))).items() if key not in excluded)
-
-
-def _plain_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the local parts of tensors; of a tensor subclass (torchao's quantized state) the tensors inside it."""
-    for tensor in tensors:
-        local: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if hasattr(local, "__tensor_flatten__"):
-            yield from _plain_tensors(getattr(local, name) for name in local.__tensor_flatten__()[0])
-        else:
-            yield local
+    excluded = dict(map(_storage, plain_tensors(excluding)))
+    return sum(size for key, size in dict(map(_storage, plain_tensors(tensors))).items() if key not in excluded)
 
 
 def _storage(local: torch.Tensor) -> tuple[tuple[str, int], int]:

@@ -42,6 +42,16 @@ def local_tensor(tensor: Any) -> Any:
     return unconverted(tensor._local_tensor) if casts_itself(tensor._local_tensor) else tensor.to_local()
 
 
+def plain_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the local parts of tensors; of a tensor subclass (torchao's quantized state) the tensors inside it."""
+    for tensor in tensors:
+        local: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        if hasattr(local, "__tensor_flatten__"):
+            yield from plain_tensors(getattr(local, name) for name in local.__tensor_flatten__()[0])
+        else:
+            yield local
+
+
 def casts_itself(tensor: Any) -> bool:
     """Return whether a tensor casts itself in the all-gather of FSDP2, as torchao's weights for fp8 do."""
     return hasattr(tensor, "fsdp_pre_all_gather")

@@ -23,6 +23,7 @@ FORMS: dict[str, dict[str, Any]] = {
 QUICK = {
     ("adafactor", "FSDP2"),
     ("adamw_bnb_8bit", "FSDP2"),
+    ("adamw_torch_8bit", "FSDP1"),
     ("galore_adamw", "FSDP1"),
     ("schedule_free_adamw", "FSDP1"),
 }

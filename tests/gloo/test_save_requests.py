@@ -263,7 +263,8 @@ SCRIPT = """
     )
     trainer = Trainer(LlamaForCausalLM(LlamaConfig(**sizes)), args, train_dataset=rows, callbacks=[Slow()])
     trainer.train()
-    print("END", RANK, trainer.state.global_step, flush=True)
+    sys.stdout.write(f"END {RANK} {trainer.state.global_step}\n")  # at once: both ranks write to one pipe
+    sys.stdout.flush()
 """
 
 
