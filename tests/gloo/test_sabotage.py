@@ -76,6 +76,11 @@ class _WithoutAttention(FSDP):
         return module if type(module).__name__ == "LlamaAttention" else FSDP(module, **kwargs)
 
 
+def _fill_if_wrapped(original: Callable[..., None], unit: Any, *args: Any) -> None:
+    if isinstance(unit, FSDP):
+        original(unit, *args)
+
+
 def _fully_shard_without_attention(modules: Any, **kwargs: Any) -> None:
     if type(modules).__name__ != "LlamaAttention":
         fully_shard(modules, **kwargs)
@@ -111,6 +116,7 @@ PREPARING: dict[str, dict[tuple[Any, str], Any]] = {
     },
     "inner class not wrapped": {
         (fsdp1, "FSDP"): _WithoutAttention,
+        (fsdp1, "_fill"): partial(_fill_if_wrapped, fsdp1._fill),
         (fsdp2, "fully_shard"): _fully_shard_without_attention,
     },
     "extra unit": {(fsdp1, "FSDP"): _ExtraUnit, (fsdp2, "fully_shard"): _fully_shard_extra},
