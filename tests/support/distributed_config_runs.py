@@ -77,11 +77,13 @@ def exported_results(trainer: Any, output_dir: str) -> dict[str, Any]:
     exported = str(Path(output_dir) / "exported")
     trainer.save_model(exported)
     dist.barrier()
+    # Without a config, settings with axes would divide the model again. With those of cpu_ram_efficient_loading, the
+    # other ranks load no values.
+    loaded = AutoModelForCausalLM.from_pretrained(exported, distributed_config=None)
     return {
         "losses": losses(trainer),
         "norms": norms(trainer),
         "weights": gathered(trainer),
-        # Without a config, settings with axes would divide the model again.
-        "exported": dict(AutoModelForCausalLM.from_pretrained(exported, distributed_config=None).state_dict()),
+        "exported": {name: value for name, value in loaded.state_dict().items() if not value.is_meta},
         "report": json.loads((Path(output_dir) / "fsdp_report.json").read_text()),
     }

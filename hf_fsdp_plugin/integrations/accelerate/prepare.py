@@ -34,7 +34,7 @@ from hf_fsdp_plugin.observe.first_step import check_added
 from hf_fsdp_plugin.observers import observers
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.names import unwrapped
-from hf_fsdp_plugin.plan.parameters import with_padding_warning
+from hf_fsdp_plugin.plan.padding import with_padding_warning
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.plan.units import distributed_config_of
 from hf_fsdp_plugin.problems import Problem, SpecError

@@ -130,7 +130,7 @@ def plan_with_problems(
     spec: FsdpSpec, model: nn.Module, *, world_size: int, device_type: str
 ) -> tuple[FsdpPlan | None, tuple[Problem, ...]]:
     """Return the plan and its problems; no plan if a problem is an error."""
-    from hf_fsdp_plugin.plan.parameters import with_padding_warning
+    from hf_fsdp_plugin.plan.padding import with_padding_warning
     from hf_fsdp_plugin.plan.resolve import resolve
 
     try:

@@ -23,7 +23,7 @@ from hf_fsdp_plugin.tools import loaded_weights
 from hf_fsdp_plugin.tools.common import Progress
 from hf_fsdp_plugin.tools.convert.checkpoint import ConvertedCheckpoint, manifest_without_files, write_states
 from hf_fsdp_plugin.tools.convert.deepspeed_files import SavedEngine
-from hf_fsdp_plugin.tools.merge import output
+from hf_fsdp_plugin.tools.merge import companions, output
 from hf_fsdp_plugin.tools.verify.comparison import config_problems
 
 _BACKEND: Final = "huggingface"
@@ -46,7 +46,7 @@ def convert_model_folder(
     """
     out = output.prepare_output(out, [source], force=force)
     stored = read_stored_model(source)
-    folder = output.find_config_folder(source, None)
+    folder = companions.find_config_folder(source, None)
     if reason := loaded_weights.why_not_whole(stored, folder):
         fix = "Give a model in 16 or 32 bits. Merge an adapter first: `hf-fsdp merge --fold-adapter BASE`."
         refuse("FSDP-E445", source, f"{reason}, so a run cannot start from its tensors.", fix)
@@ -64,11 +64,11 @@ def convert_model_folder(
     written = replace(stored, tensors=tensors)
     aliases = {name for _, *others in shared_tensors(written) for name in others}
     sizes = [tensor.num_bytes for name, tensor in tensors.items() if name not in aliases]
-    copied = output.companion_files(folder) if folder is not None else []
+    copied = companions.companion_files(folder) if folder is not None else []
     with output.MergeStaging(out) as staging:
         progress("convert", 0, sum(sizes))
         if folder is not None:
-            output.copy_companions(folder, copied, staging.folder, dtype)
+            companions.copy_companions(folder, copied, staging.folder, dtype)
         manifest = manifest_without_files(written, _BACKEND, "no_shard", 1, step=None, versions={})
         write_states([SavedEngine(model=written)], staging.folder, manifest, progress, sum(sizes))
         staging.commit()

@@ -27,7 +27,7 @@ from hf_fsdp_plugin.problems import Problem, has_errors
 from hf_fsdp_plugin.text import format_names, plural
 from hf_fsdp_plugin.tools.common import Progress
 from hf_fsdp_plugin.tools.loaded_weights import fp32_names, has_root, without_root
-from hf_fsdp_plugin.tools.merge import copying, output
+from hf_fsdp_plugin.tools.merge import companions, copying, output
 from hf_fsdp_plugin.tools.merge.folding import AdapterFold
 from hf_fsdp_plugin.tools.verify.comparison import config_problems, manifest_problems
 
@@ -145,7 +145,7 @@ class _Job:
         if options.fold_adapter is not None:
             source, config, number = options.fold_adapter, None, 0
         self.folder = checkpoint_of(source)
-        self.config_folder = output.find_config_folder(source, config)
+        self.config_folder = companions.find_config_folder(source, config)
         self.manifest = read_manifest(self.folder)
         self.model = self._read_model(source, number)
         self.verify_input = options.verify_input or options.delete_input
@@ -170,7 +170,7 @@ class _Job:
             num_bytes=self.plan.num_bytes,
             files=[file.name for file in self.plan.files],
             config_folder=self.config_folder,
-            companions=output.companion_files(self.config_folder) if self.config_folder is not None else [],
+            companions=companions.companion_files(self.config_folder) if self.config_folder is not None else [],
             aliases=dict(self.plan.aliases),
             num_folded=self.fold.num_changed if self.fold is not None else 0,
         )
@@ -184,7 +184,7 @@ class _Job:
     def _read_adapter(self) -> tuple[AdapterFold, dict[str, StoredTensor]]:
         """Return the adapter of the checkpoint, and the merged tensors. Raises if it does not fit the base model."""
         stored = read_stored_model(self.checkpoint, self.options.number)
-        config = output.find_config_folder(self.checkpoint, self.options.config, (file_names.ADAPTER_CONFIG,))
+        config = companions.find_config_folder(self.checkpoint, self.options.config, (file_names.ADAPTER_CONFIG,))
         if config is None:
             fix = "Give its folder with --config, or merge without --fold-adapter if the run has no adapter."
             refuse("FSDP-E441", self.checkpoint, f"has no {file_names.ADAPTER_CONFIG}.", fix)
@@ -251,7 +251,7 @@ class _Job:
         if self.config_folder is not None:
             untie = self.fold is not None and self.fold.is_untied
             names = self.result.companions
-            output.copy_companions(self.config_folder, names, folder, self.options.dtype, untie=untie)
+            companions.copy_companions(self.config_folder, names, folder, self.options.dtype, untie=untie)
 
     def compare_bytes(self, folder: Path) -> None:
         """Raise ``CheckpointError`` if the written bytes differ from the checkpoint."""

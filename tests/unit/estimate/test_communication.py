@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
-from hf_fsdp_plugin.plan.parameters import padded_shape
+from hf_fsdp_plugin.plan.padding import padded_shape
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.spec.load import load_spec
 from hf_fsdp_plugin.tools.plan.estimate.time import estimate_communication

@@ -10,7 +10,7 @@ import transformers as hf
 from torch import nn
 
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
-from hf_fsdp_plugin.plan.parameters import SIGNIFICANT, padding_of, unit_shapes, with_padding_warning
+from hf_fsdp_plugin.plan.padding import SIGNIFICANT, padding_of, unit_shapes, with_padding_warning
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.spec.load import load_spec
 from hf_fsdp_plugin.tools.check.output import plan_with_problems

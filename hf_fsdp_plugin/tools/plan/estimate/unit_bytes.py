@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, UnitPlan, torch_dtype
-from hf_fsdp_plugin.plan.parameters import padded_shape
+from hf_fsdp_plugin.plan.padding import padded_shape
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.tools.plan.estimate.divided import divided, dividing_axis
 from hf_fsdp_plugin.tools.plan.estimate.types import Axis
