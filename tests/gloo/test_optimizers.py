@@ -172,7 +172,7 @@ EXPECTED: dict[str, tuple[list[str], list[str], list[str] | str]] = {
     "rprop": ([], [], "local"),
     "lbfgs": (E321, E321, E321),
     "torch-adafactor": (E320, E320, "whole"),
-    "muon": (E320, E320, "unchanged"),
+    "muon": (E320, E320, "divided"),
     "hf-adafactor": (E320, E320, "whole"),
     "hf-adafactor-relative": (E320, E320, "whole"),
     "bnb-adamw8bit": ([], E322, "local"),
