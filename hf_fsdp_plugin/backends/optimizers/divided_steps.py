@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from hf_fsdp_plugin.backends.optimizers.division import Round, Stack, divide
+from hf_fsdp_plugin.backends.optimizers.division import ExchangeRound, Stack, divide
 from hf_fsdp_plugin.backends.optimizers.matrix_rules import MatrixRule
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.torch_private.functions import is_sharded, with_local_tensor
@@ -76,7 +76,7 @@ class DividedSteps:
         self._rule = rule
         self._groups: list[list[torch.Tensor]] = []
         self._taken: list[tuple[Any, _Group, _Ranks, float]] = []
-        self._rounds: dict[tuple[Any, ...], list[Round]] = {}
+        self._rounds: dict[tuple[Any, ...], list[ExchangeRound]] = {}
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._restore(optimizer)  # the last step may have raised an error, without its hook at the end
@@ -100,7 +100,7 @@ class DividedSteps:
             key = (ranks, *((id(parameter), cost) for parameter, _, cost in members))
             rounds[key] = self._rounds.get(key) or _divide(members, ranks)
             for each in rounds[key]:
-                self._update([(members[a.stack][0], members[a.stack][1], a.owners) for a in each], ranks)
+                self._update([(*members[number][:2], owners) for number, owners in each], ranks)
         self._rounds = rounds
 
     def _restore(self, optimizer: Optimizer) -> None:
@@ -108,7 +108,7 @@ class DividedSteps:
             group["params"] = parameters
         self._groups = []
 
-    def _update(self, members: Sequence[tuple[Any, _Group, tuple[int, ...]]], ranks: _Ranks) -> None:
+    def _update(self, members: Sequence[tuple[Any, _Group, list[int]]], ranks: _Ranks) -> None:
         """Update the parameters of one round."""
         pieces: list[_Piece] = []
         outputs: list[list[DTensor]] = []
@@ -137,13 +137,11 @@ class DividedSteps:
         inputs = [torch.stack([p.whole for p in each]) if is_stack else each[0].whole for each in own]
         shapes = [each.shape for each in inputs]
         results = self._rule.matrix_update(inputs, group)
-        if [result.shape for result in results] != shapes:
-            found, expected = [tuple(result.shape) for result in results], [tuple(shape) for shape in shapes]
-            message = f"matrix_update of {type(self._rule).__name__} returned tensors of the shapes {found} for inputs "
-            raise SpecError([_invalid_rule(f"{message}of the shapes {expected}.")])
+        if (found := [result.shape for result in results]) != shapes:
+            raise _invalid_rule(f"matrix_update of {type(self._rule).__name__} returned {found} for inputs {shapes}.")
         for each, result in zip(own, results, strict=True):
             for piece, whole in zip(each, result if is_stack else [result], strict=True):
-                piece.whole = whole.to(piece.dtype)
+                piece.whole = whole.to(piece.dtype).contiguous()  # the iteration transposes tall matrices
 
 
 def divided_parameters(rule: MatrixRule, optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, _Group, _Ranks, float]]:
@@ -156,7 +154,7 @@ def divided_parameters(rule: MatrixRule, optimizer: Optimizer) -> Iterator[tuple
                 yield parameter, group, ranks, cost
 
 
-def _divide(members: Sequence[tuple[Any, _Group, float]], ranks: _Ranks) -> list[Round]:
+def _divide(members: Sequence[tuple[Any, _Group, float]], ranks: _Ranks) -> list[ExchangeRound]:
     stacks = []
     for parameter, _, cost in members:
         is_whole = parameter.dim() == 3 and _dim(parameter) == 0 and parameter.shape[0] % ranks.num_shards == 0
@@ -166,7 +164,8 @@ def _divide(members: Sequence[tuple[Any, _Group, float]], ranks: _Ranks) -> list
 
 def _dim(tensor: DTensor) -> int:
     """Return the sharded dimension; 0 if one rank has the whole tensor."""
-    return next((place.dim for place in tensor.placements if isinstance(place, Shard)), 0)
+    places = [place for axis, place in enumerate(tensor.placements) if tensor.device_mesh.size(axis) > 1]
+    return next((place.dim for place in places if isinstance(place, Shard)), 0)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -178,7 +177,9 @@ class _Piece:
         position: which input of the parameter.
         owner: the worker that updates the matrix.
         is_stack: whether the parameter has three dimensions.
-        parts: the begin and the end, along ``dim``, of each rank's part of the matrix.
+        dim: the dimension of the matrix that is sharded.
+        chunk: what each rank has of the sharded dimension of the input, the last ones less or nothing.
+        index: number of the matrix in a stack whose matrices are whole on one rank each; otherwise ``None``.
         local: this rank's part.
         into: where this rank's part of the output goes.
         whole: the matrix on its owner; empty on other ranks.
@@ -190,7 +191,8 @@ class _Piece:
     is_stack: bool
     dim: int
     shape: torch.Size
-    parts: list[tuple[int, int]]
+    chunk: int
+    index: int | None
     local: torch.Tensor
     into: torch.Tensor
     whole: torch.Tensor
@@ -201,12 +203,19 @@ class _Piece:
 
     def part_of(self, rank: int) -> torch.Tensor:
         """Return the part of a rank of the shard group in ``whole``."""
-        begin, end = self.parts[rank]
+        begin, end = self._range(rank)
         return self.whole.narrow(self.dim, begin, end - begin)
 
     def num_bytes(self, rank: int) -> int:
-        begin, end = self.parts[rank]
+        """Return the bytes of a rank's part."""
+        begin, end = self._range(rank)
         return self.shape[1 - self.dim] * (end - begin) * self.dtype.itemsize
+
+    def _range(self, rank: int) -> tuple[int, int]:
+        size = self.shape[self.dim]
+        if self.index is not None:
+            return (0, size) if self.index // self.chunk == rank else (0, 0)
+        return min(size, rank * self.chunk), min(size, (rank + 1) * self.chunk)
 
 
 def _pieces(
@@ -214,32 +223,27 @@ def _pieces(
 ) -> Iterator[_Piece]:
     """Yield the matrices of an input."""
     local, dim, is_stack = local_tensor(tensor), _dim(tensor), tensor.dim() == 3
-    size, shape = tensor.shape[dim], tensor.shape[-2:]
-    chunk = -(-size // ranks.num_shards)  # as torch.chunk, and FSDP2, divide a dimension
-    chunks = [(min(size, rank * chunk), min(size, (rank + 1) * chunk)) for rank in range(ranks.num_shards)]
-    first = chunks[ranks.worker % ranks.num_shards][0]
+    shape, are_whole = tensor.shape[-2:], is_stack and dim == 0
+    chunk = -(-tensor.shape[dim] // ranks.num_shards)  # as torch.chunk, and FSDP2, divide a dimension
     for index, owner in enumerate(owners):
-        parts, own, result = chunks, local, into
-        if is_stack and dim == 0:
-            parts = [(0, shape[0]) if begin <= index < end else (0, 0) for begin, end in chunks]
-            here = parts[ranks.worker % ranks.num_shards] != (0, 0)
-            own = local[index - first] if here else local.new_empty(0, shape[1])
-            result = into[index - first] if here else own
-        elif is_stack:
-            own, result = local[index], into[index]
+        own, result = (local[index], into[index]) if is_stack and not are_whole else (local, into)
+        if are_whole:
+            holder, place = divmod(index, chunk)
+            here = holder == ranks.worker % ranks.num_shards
+            own = local[place] if here else local.new_empty(0, shape[1])
+            result = into[place] if here else own
         yield _Piece(
             number=number, position=position, owner=owner, is_stack=is_stack, dim=max(0, dim - is_stack), shape=shape,
-            parts=parts, local=own, into=result, whole=local.new_empty(0),
+            chunk=chunk, index=index if are_whole else None, local=own, into=result, whole=local.new_empty(0),
         )  # fmt: skip
 
 
 def _gather(pieces: Sequence[_Piece], own: Sequence[_Piece], ranks: _Ranks) -> None:
     """Fill the whole matrices of this rank from the parts of its shard group. Collective."""
-    num_shards, replica, device = ranks.num_shards, ranks.worker // ranks.num_shards, torch.device(ranks.device_type)
-    to_owners = [[p for p in pieces if p.owner == replica * num_shards + rank] for rank in range(num_shards)]
+    replica, device = ranks.worker // ranks.num_shards, torch.device(ranks.device_type)
     received = _exchange(
-        [[piece.local for piece in each] for each in to_owners],
-        [sum(piece.num_bytes(rank) for piece in own) for rank in range(num_shards)], ranks, device,
+        [[piece.local for piece in each] for each in _by_owner(pieces, ranks)[replica]],
+        [sum(piece.num_bytes(rank) for piece in own) for rank in range(ranks.num_shards)], ranks, device,
     )  # fmt: skip
     for piece in own:
         piece.whole = torch.empty(piece.shape, dtype=piece.dtype, device=device)
@@ -249,29 +253,35 @@ def _gather(pieces: Sequence[_Piece], own: Sequence[_Piece], ranks: _Ranks) -> N
 
 def _scatter(pieces: Sequence[_Piece], own: Sequence[_Piece], ranks: _Ranks) -> None:
     """Fill this rank's parts of all outputs from their owners. Collective."""
-    num_shards, device = ranks.num_shards, torch.device(ranks.device_type)
-    replica, me = divmod(ranks.worker, num_shards)
-    of_replicas = [[p for p in pieces if p.owner // num_shards == each] for each in range(ranks.num_replicas)]
-    by_owner = [[p for p in of_replicas[replica] if p.owner % num_shards == rank] for rank in range(num_shards)]
+    (replica, me), device = divmod(ranks.worker, ranks.num_shards), torch.device(ranks.device_type)
+    by_owner = _by_owner(pieces, ranks)
     received = _exchange(
-        [[piece.part_of(rank) for piece in own] for rank in range(num_shards)],
-        [sum(piece.num_bytes(me) for piece in each) for each in by_owner], ranks, device,
+        [[piece.part_of(rank) for piece in own] for rank in range(ranks.num_shards)],
+        [sum(piece.num_bytes(me) for piece in each) for each in by_owner[replica]], ranks, device,
     )  # fmt: skip
-    ordered = [[piece for rank in range(num_shards) for piece in each if piece.owner % num_shards == rank]
-               for each in of_replicas]  # fmt: skip
+    ordered = [[piece for each in of_replica for piece in each] for of_replica in by_owner]
     data = torch.cat(received)
     if ranks.replicas is not None:
         sizes = [sum(piece.num_bytes(me) for piece in each) for each in ordered]
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
         padded[: data.numel()] = data
-        gathered = padded.new_empty(len(sizes) * padded.numel())
-        dist.all_gather_into_tensor(gathered, padded, group=ranks.replicas)
-        every = [each[:size] for each, size in zip(gathered.chunk(len(sizes)), sizes, strict=True)]
+        gathered = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(gathered, padded, group=ranks.replicas)
+        every = [each[:size] for each, size in zip(gathered, sizes, strict=True)]
     else:
         every = [data]
     for each, of_replica in zip(every, ordered, strict=True):
         if of_replica:
             _unpack(each.to(of_replica[0].into.device), [piece.into for piece in of_replica])
+
+
+def _by_owner(pieces: Sequence[_Piece], ranks: _Ranks) -> list[list[list[_Piece]]]:
+    """Return the pieces of each owner, by replica and rank in its shard group."""
+    found: list[list[list[_Piece]]] = [[[] for _ in range(ranks.num_shards)] for _ in range(ranks.num_replicas)]
+    for piece in pieces:
+        replica, rank = divmod(piece.owner, ranks.num_shards)
+        found[replica][rank].append(piece)
+    return found
 
 
 def _exchange(
@@ -308,11 +318,11 @@ def _checked_input(rule: MatrixRule, parameter: DTensor, tensor: Any) -> DTensor
         if is_like and tensor.dim() == parameter.dim() and tensor.shape[:-2] == parameter.shape[:-2]:
             return tensor
         found = f"a DTensor {tuple(tensor.shape)} with {tensor.placements}"
-    message = f"matrix_inputs of {type(rule).__name__} returned {found} for a parameter {tuple(parameter.shape)} with "
-    raise SpecError([_invalid_rule(f"{message}{parameter.placements}.")])
+    expected = f"a parameter {tuple(parameter.shape)} with {parameter.placements}"
+    raise _invalid_rule(f"matrix_inputs of {type(rule).__name__} returned {found} for {expected}.")
 
 
-def _invalid_rule(message: str) -> Problem:
+def _invalid_rule(message: str) -> SpecError:
     fix = "Return one tensor per input, with the input's shape, from matrix_update, and DTensors with the mesh and the "
     fix += "placements of the parameter from matrix_inputs."
-    return Problem(code="FSDP-E330", message=message, fix=fix)
+    return SpecError([Problem(code="FSDP-E330", message=message, fix=fix)])

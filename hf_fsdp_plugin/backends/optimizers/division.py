@@ -6,7 +6,6 @@ the least work so far. Everything is computed from shapes, so that all ranks get
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -44,63 +43,42 @@ class Stack:
     def num_matrices(self) -> int:
         return prod(self.shape[:-2])
 
+    @property
+    def matrix_cost(self) -> float:
+        return self.cost / max(1, self.num_matrices)
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Assignment:
-    """The owners of the matrices of one stack.
 
-    Attributes:
-        stack: number of the stack.
-        owners: the worker of each matrix: ``replica * num_shards + rank in the shard group``.
+ExchangeRound = list[tuple[int, list[int]]]
+"""The stacks whose matrices are sent in one exchange: the number of each, and the workers that own its matrices.
+
+The number of a worker is ``replica * num_shards + rank in the shard group``.
+"""
+
+
+def divide(stacks: Sequence[Stack], num_shards: int, num_replicas: int = 1) -> list[ExchangeRound]:
+    """Assign all matrices to workers, and divide them into rounds of limited size.
+
+    Each round has a matrix for every worker, so that none of them is idle in it.
     """
-
-    stack: int
-    owners: tuple[int, ...]
-
-
-Round = list[Assignment]
-"""Stacks whose matrices are sent in one exchange."""
-
-
-def divide(stacks: Sequence[Stack], num_shards: int, num_replicas: int = 1) -> list[Round]:
-    """Assign all matrices to workers, and divide them into rounds of limited size."""
     num_workers = num_shards * num_replicas
-    loads, assigned = [0.0] * num_workers, dict[int, Assignment]()
-    order = sorted(range(len(stacks)), key=lambda i: -stacks[i].cost / max(1, stacks[i].num_matrices))
-    for number in order:
-        stack = stacks[number]
-        if stack.is_whole_on_holders:
-            owners = []
-            for index in range(stack.num_matrices):
-                holder = index // (stack.num_matrices // num_shards)
-                owner = min(range(holder, num_workers, num_shards), key=loads.__getitem__)
-                loads[owner] += stack.cost / stack.num_matrices
-                owners.append(owner)
-            assigned[number] = Assignment(stack=number, owners=tuple(owners))
-    queue = [(load, worker) for worker, load in enumerate(loads)]
-    heapq.heapify(queue)
-    for number in order:
-        stack = stacks[number]
-        if number not in assigned:
-            owners = []
-            for _ in range(stack.num_matrices):
-                load, worker = queue[0]
-                heapq.heapreplace(queue, (load + stack.cost / stack.num_matrices, worker))
-                owners.append(worker)
-            assigned[number] = Assignment(stack=number, owners=tuple(owners))
-    return _rounds([assigned[number] for number in order], stacks, num_workers)
-
-
-def _rounds(assignments: Sequence[Assignment], stacks: Sequence[Stack], num_workers: int) -> list[Round]:
-    """Divide assignments into rounds. Each one has a matrix for every worker, so that none of them is idle in it."""
-    rounds: list[Round] = []
+    loads, owners = [0.0] * num_workers, dict[int, list[int]]()
+    order = sorted(range(len(stacks)), key=lambda number: -stacks[number].matrix_cost)
+    for number in sorted(order, key=lambda number: not stacks[number].is_whole_on_holders):
+        stack, owners[number] = stacks[number], []
+        for index in range(stack.num_matrices):
+            holder = index * num_shards // stack.num_matrices
+            held = range(holder, num_workers, num_shards)
+            owner = min(held if stack.is_whole_on_holders else range(num_workers), key=loads.__getitem__)
+            loads[owner] += stack.matrix_cost
+            owners[number].append(owner)
+    rounds: list[ExchangeRound] = []
     num_matrices = num_bytes = 0
-    for assignment in assignments:
-        size = prod(stacks[assignment.stack].shape) * 4
+    for number in order:
+        size = prod(stacks[number].shape) * 4
         if not rounds or (num_matrices >= num_workers and num_bytes + size > ROUND_BYTES * num_workers):
             rounds.append([])
             num_matrices = num_bytes = 0
-        rounds[-1].append(assignment)
-        num_matrices += len(assignment.owners)
+        rounds[-1].append((number, owners[number]))
+        num_matrices += stacks[number].num_matrices
         num_bytes += size
     return rounds

@@ -19,7 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.common import describe_machine, make_parser, run_two_ranks
+from scripts.bench.common import make_parser, run_two_ranks
+from scripts.bench.tables.update_results import write_result
 
 WORLDS = (1, 2, 4)
 
@@ -41,11 +42,11 @@ def main() -> int:
             if run_two_ranks(__file__, [*sys.argv[1:], "--measure", str(found)], num_ranks=num_ranks) != 0:
                 return 1
             worlds[str(num_ranks)] = json.loads(found.read_text())
-    alone = worlds["1"]["divided"]["cpu_seconds"]
+    alone = worlds["1"]["cpu_seconds"]
     for number, world in worlds.items():
-        world["times_of_equal_part"] = round(world["divided"]["cpu_seconds"] * int(number) / alone, 3)
-    sizes = {"layers": args.layers, "hidden": args.hidden, "steps": args.steps}
-    args.out.write_text(json.dumps({**describe_machine(), "sizes": sizes, "worlds": worlds}, indent=1) + "\n")
+        world["equal_parts"] = round(world["cpu_seconds"] * int(number) / alone, 3)
+    result = {"layers": args.layers, "hidden": args.hidden, "steps": args.steps, "worlds": worlds}
+    write_result("muon_step", args.out.resolve(), result)
     return 0
 
 
@@ -58,7 +59,7 @@ def measure(layers: int, hidden: int, steps: int, out: Path) -> None:
     import hf_fsdp_plugin as hfp
 
     class Undivided(torch.optim.Muon):
-        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        def step(self, closure: Any = None) -> Any:
             return super().step(closure)
 
     torch.set_num_threads(1)
@@ -84,9 +85,10 @@ def measure(layers: int, hidden: int, steps: int, out: Path) -> None:
         every: list[Any] = [None] * num_ranks
         dist.all_gather_object(every, [statistics.median(seconds[1:]), sent["bytes"]])
         cpu, number = max(each[0] for each in every), max(each[1] for each in every)
-        result[name] = {"cpu_seconds": round(cpu, 4)} | ({"bytes_sent": number} if name == "divided" else {})
-    reference = 2 * layers * hidden * hidden * 4 * (num_ranks - 1) // num_ranks
-    result["bytes_of_all_gather_and_reduce_scatter"] = reference
+        result |= (
+            {"cpu_seconds": round(cpu, 4), "bytes": number} if name == "divided" else {f"{name}_cpu": round(cpu, 4)}
+        )
+    result["bytes_of_collectives"] = 2 * layers * hidden * hidden * 4 * (num_ranks - 1) // num_ranks
     if accelerator.is_main_process:
         out.write_text(json.dumps(result))
     dist.barrier()
@@ -95,8 +97,9 @@ def measure(layers: int, hidden: int, steps: int, out: Path) -> None:
 
 def _count_sent() -> dict[str, int]:
     """Count the bytes that the exchanges of the shard group send to other ranks."""
-    import torch.distributed as dist
+    import torch.distributed
 
+    dist: Any = torch.distributed
     found, original = {"bytes": 0}, dist.all_to_all_single
 
     def counted(output: Any, given: Any, output_sizes: Any, input_sizes: Any, *args: Any, **kwargs: Any) -> Any:

@@ -53,11 +53,10 @@ def muon_step(plan: FsdpPlan, shards: Iterable[ParameterShard]) -> MuonStep:
     for each in rounds:
         sizes, products = Counter[int](), Counter[int]()
         of_replica, of_shards = Counter[int](), 0
-        for assignment in each:
-            shape, owner = matrices[assignment.stack].whole, assignment.owners[0]
-            shard = prod(matrices[assignment.stack].shape) * _SENT
+        for number, (owner,) in each:
+            shape, shard = matrices[number].whole, prod(matrices[number].shape) * _SENT
             small = min(shape)
-            flops[owner] += costs[assignment.stack]
+            flops[owner] += costs[number]
             numbers[owner] += 1
             sizes[owner] += prod(shape) * _SENT
             # the iterates before and after a step, and its two products of rows
