@@ -50,7 +50,7 @@ class Fp32Muon(torch.optim.Optimizer):
 
     def matrix_cost(self, shape: torch.Size, group: Any) -> float:
         # The gradients of a router have a singular value that is a rounding error.
-        return newton_schulz_flops(shape) if shape[-2] > 3 else 0
+        return newton_schulz_flops(shape) if shape[-2] > 4 else 0
 
     def matrix_inputs(self, parameter: torch.Tensor, group: Any) -> list[torch.Tensor]:
         state = self.state[parameter]
@@ -158,8 +158,8 @@ def test_divided_steps_match_one_process(
 
 
 def test_replicas_divide_further(four_ranks: Ranks) -> None:
-    found = four_ranks.run(train, "llama", parallel_config("hybrid_shard", 2, 4), fp32_muon)[0]
-    assert_same_training(found, reference("llama", fp32_muon), SAME)
+    found = four_ranks.run(train, "four-experts", parallel_config("hybrid_shard", 2, 4), fp32_muon)[0]
+    assert_same_training(found, reference("four-experts", fp32_muon), SAME)
 
 
 @pytest.mark.parametrize("settings", [{}, {"adjust_lr_fn": "match_rms_adamw", "nesterov": False, "weight_decay": 0.01}])
@@ -263,7 +263,7 @@ def test_state_of_undivided_steps_is_resumed(two_ranks: Ranks, four_ranks: Ranks
     two_ranks.run(run_muon, "whole", 0, 3, save_to=str(tmp_path / "saved"))
     for ranks in (two_ranks, four_ranks):
         again = ranks.run(run_muon, "divided", 3, 6, resume_from=str(tmp_path / "saved"))[0]
-        assert again == pytest.approx(whole[3:], rel=BF16)
+        assert again == pytest.approx(whole[3:], rel=2e-5)  # without the momenta, they differ by 8e-5
 
 
 def skip_step(name: str) -> list[tuple[int, bool]]:

@@ -203,7 +203,7 @@ UNKNOWN = {"normalized", "own-kernel"}
 
 QUICK = ("adamw-fused", "sgd-fused", "hf-adafactor", "muon", "bnb-adamw8bit", "schedulefree-adamw")
 
-QUICK_RESUMED = ("hf-adafactor", "bnb-adamw8bit")
+QUICK_RESUMED = ("hf-adafactor", "bnb-adamw8bit", "muon")
 
 RESUMABLE = [name for name, codes in EXPECTED.items() if codes[2] != E321]
 

@@ -1,8 +1,8 @@
 """Steps of an optimizer whose matrices the ranks divide: each matrix is whole on one rank only, and only in the step.
 
 Shards are sent to the owner of a matrix, and shards of the result come back, both for many matrices in one all-to-all
-of the shard group. A rank sends 2/N of its shards' bytes to each of the N ranks: less than one all-gather, in which it
-sends its shards to all of them. Replicas have different owners, and exchange the shards of their results.
+of the shard group. A rank sends each shard to one rank, and as many bytes of updates: less than in one all-gather, in
+which it sends its shards to all ranks. Replicas have different owners, and exchange the shards of their results.
 
 Why replicas divide the work too: for a matrix with the smaller side m, one element costs at least 30·m FLOPs in five
 iterations, and 2 bytes between the replicas. From m = 1000 on, a link with 50 GB/s needs less time than 400 TFLOP/s.
@@ -261,6 +261,7 @@ def _scatter(pieces: Sequence[_Piece], own: Sequence[_Piece], ranks: _Ranks) -> 
     )  # fmt: skip
     ordered = [[piece for each in of_replica for piece in each] for of_replica in by_owner]
     data = torch.cat(received)
+    every = [data]
     if ranks.replicas is not None:
         sizes = [sum(piece.num_bytes(me) for piece in each) for each in ordered]
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
@@ -268,8 +269,6 @@ def _scatter(pieces: Sequence[_Piece], own: Sequence[_Piece], ranks: _Ranks) -> 
         gathered = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(gathered, padded, group=ranks.replicas)
         every = [each[:size] for each, size in zip(gathered, sizes, strict=True)]
-    else:
-        every = [data]
     for each, of_replica in zip(every, ordered, strict=True):
         if of_replica:
             _unpack(each.to(of_replica[0].into.device), [piece.into for piece in of_replica])

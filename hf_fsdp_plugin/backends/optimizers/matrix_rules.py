@@ -56,14 +56,14 @@ class MuonRule:
     """The update of ``torch.optim.Muon`` (``_single_tensor_muon``), operation by operation."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._state = optimizer.state
+        self._optimizer = optimizer  # loading a checkpoint replaces its state
 
     def matrix_cost(self, shape: torch.Size, group: Mapping[str, Any]) -> float:
         return newton_schulz_flops(shape, group["ns_steps"]) if len(shape) == 2 else 0
 
     def matrix_inputs(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> Sequence[torch.Tensor]:
         grad: Any = parameter.grad
-        state = self._state[parameter]
+        state = self._optimizer.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(grad, memory_format=torch.preserve_format)
         own, momentum = local_tensor(grad), local_tensor(state["momentum_buffer"])

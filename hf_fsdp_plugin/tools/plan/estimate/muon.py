@@ -81,12 +81,14 @@ def muon_step(plan: FsdpPlan, shards: Iterable[ParameterShard]) -> MuonStep:
 def describe(plan: FsdpPlan, step: MuonStep) -> str:
     """Return one sentence about who orthogonalizes which matrices."""
     workers = plan.mesh.num_shards * plan.mesh.replicate
-    if plan.backend != "fsdp2" or workers == 1:
-        return f"Muon orthogonalizes all {step.num_matrices} matrices on each rank."
+    if workers == 1:
+        return f"Muon orthogonalizes all {step.num_matrices} matrices on one rank."
+    if plan.backend == "fsdp1":
+        return "Muon is refused on flat shards of FSDP1 (FSDP-E320): set fsdp_version: 2."
     sent = sum(size * calls for size, calls in (*step.exchanges.items(), *step.results.items()))
-    replicas = ", and replicas exchange their results" if plan.mesh.replicate > 1 else ""
+    replicas = ", with the results that replicas exchange" if plan.mesh.replicate > 1 else ""
     return (
         f"Muon divides {step.num_matrices} matrices over {workers} ranks: at most {step.most_matrices} each, "
         f"{step.share:.1%} of the work (equal parts: {1 / workers:.1%}). Momenta are sent to their owners and updates "
-        f"back in bf16, {ceil(sent / 1e6)} MB per rank and step{replicas}."
+        f"back in bf16, at most {ceil(sent / 1e6)} MB per rank and step{replicas}."
     )
