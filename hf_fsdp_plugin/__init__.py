@@ -15,6 +15,7 @@ if not runs_command_line() and (_messages := unsupported_versions()):
     raise ImportError("\n".join(_messages))
 
 _EXPORTS = {
+    "backends.optimizers.matrix_rules": ("MatrixRule",),
     "backends.sharding.shard": ("full_parameters",),
     "integrations.accelerate.accelerator": ("accelerator",),
     "integrations.install": ("install", "uninstall"),
@@ -35,6 +36,7 @@ __all__ = ["__version__"]
 __all__ += [name for names in _EXPORTS.values() for name in names]
 
 if TYPE_CHECKING:
+    from hf_fsdp_plugin.backends.optimizers.matrix_rules import MatrixRule as MatrixRule
     from hf_fsdp_plugin.backends.sharding.shard import full_parameters as full_parameters
     from hf_fsdp_plugin.integrations.accelerate.accelerator import accelerator as accelerator
     from hf_fsdp_plugin.integrations.install import install as install

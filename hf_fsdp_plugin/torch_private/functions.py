@@ -52,6 +52,12 @@ scale_tensors = import_target("torch:_foreach_mul_", CONTRACTS)
 tensor_norms = import_target("torch:_foreach_norm", CONTRACTS)
 """(tensors, p, dtype=...): the p-norm of each tensor, computed in a dtype that is not narrower than its own."""
 
+_MUON = "torch.optim._muon"
+orthogonalize = import_target(f"{_MUON}:_zeropower_via_newtonschulz", CONTRACTS)
+"""(matrix, coefficients, steps, eps): the Newton-Schulz iteration of Muon, in bf16. It may change the matrix."""
+adjusted_muon_lr = import_target(f"{_MUON}:_adjust_lr", CONTRACTS)
+"""(lr, adjust_lr_fn, shape): the learning rate of Muon for a matrix."""
+
 ATTENTION_OPS = tuple(import_target(f"torch:ops.aten.{name}.default", CONTRACTS) for name in _ATTENTION)
 """The operators that ``scaled_dot_product_attention`` calls."""
 GROUPED_MM = import_target("torch:ops.aten._grouped_mm.default", CONTRACTS)
@@ -65,6 +71,11 @@ TO_COPY = import_target("torch:ops.aten._to_copy.default", CONTRACTS)
 cpu_attention = import_target("torch:ops.aten._scaled_dot_product_flash_attention_for_cpu", CONTRACTS)
 flash_attention = import_target("torch:ops.aten._scaled_dot_product_flash_attention", CONTRACTS)
 efficient_attention = import_target("torch:ops.aten._scaled_dot_product_efficient_attention", CONTRACTS)
+
+
+def can_divide_muon() -> bool:
+    """Whether torch has the parts of Muon from which its steps are divided."""
+    return bool(orthogonalize.__name__ and adjusted_muon_lr.__name__)  # a missing name raises
 
 
 def is_sharded(placement: Placement) -> bool:
@@ -245,7 +256,8 @@ def create_state(optimizer: Any, parameter: torch.Tensor, key: str) -> Any:
 
 _NONE_WITHOUT = ("allow_checkpointed_graphs", "current_backward", "timeout_of", "set_timeout", "resolve_group")
 _FALSE_WITHOUT = (
-    "in_backward", "runs_after_accumulation", "profiler_is_running", "compilation_is_disabled", "supports_cpu",
+    "can_divide_muon", "in_backward", "runs_after_accumulation", "profiler_is_running", "compilation_is_disabled",
+    "supports_cpu",
 )  # fmt: skip
 _OFF = {**dict.fromkeys(_NONE_WITHOUT), **dict.fromkeys(_FALSE_WITHOUT, False)}
 _OTHERS = {"num_changes": 0, "flight_record": b"", "runs_in_backward": True, "gradient_hooks": _NO_HOOKS}

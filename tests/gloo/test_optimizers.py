@@ -172,7 +172,7 @@ EXPECTED: dict[str, tuple[list[str], list[str], list[str] | str]] = {
     "rprop": ([], [], "local"),
     "lbfgs": (E321, E321, E321),
     "torch-adafactor": (E320, E320, "whole"),
-    "muon": (E320, E320, "unchanged"),
+    "muon": (E320, E320, "divided"),
     "hf-adafactor": (E320, E320, "whole"),
     "hf-adafactor-relative": (E320, E320, "whole"),
     "bnb-adamw8bit": ([], E322, "local"),
@@ -203,7 +203,7 @@ UNKNOWN = {"normalized", "own-kernel"}
 
 QUICK = ("adamw-fused", "sgd-fused", "hf-adafactor", "muon", "bnb-adamw8bit", "schedulefree-adamw")
 
-QUICK_RESUMED = ("hf-adafactor", "bnb-adamw8bit")
+QUICK_RESUMED = ("hf-adafactor", "bnb-adamw8bit", "muon")
 
 RESUMABLE = [name for name, codes in EXPECTED.items() if codes[2] != E321]
 

@@ -125,6 +125,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "lora": lora_llama,
     "bert": tiny_bert,
     "experts": tiny_mixtral,
+    "four-experts": lambda: tiny_mixtral(4),
     "simple": SimpleModel,
 }
 

@@ -13,11 +13,14 @@ from typing import Final, Literal
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from hf_fsdp_plugin.backends.optimizers.divided_steps import DividedSteps, divided_parameters, ranks_of
+from hf_fsdp_plugin.backends.optimizers.matrix_rules import MatrixRule, matrix_rule
 from hf_fsdp_plugin.backends.optimizers.parameters import StepMode, parameters_in, set_step_mode
 from hf_fsdp_plugin.backends.ranks.agreement import same_on_all_ranks
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.strategies import STRATEGIES
+from hf_fsdp_plugin.torch_private.functions import can_divide_muon
 
 Needs = Literal["elements", "blocks", "tensors", "pairs", "backward", "closure"]
 """The values that one update of an optimizer reads.
@@ -73,7 +76,7 @@ KNOWN_OPTIMIZERS: Final = (
     KnownOptimizer("torch.optim.asgd.ASGD", "elements"),
     KnownOptimizer("torch.optim.rprop.Rprop", "elements", "local"),
     KnownOptimizer("torch.optim.Adafactor", "tensors", "whole", because=_FACTORED),
-    KnownOptimizer("torch.optim.Muon", "tensors", because="orthogonalizes the momentum of each matrix"),
+    KnownOptimizer("torch.optim.Muon", "tensors", "divided", because="orthogonalizes the momentum of each matrix"),
     KnownOptimizer("torch.optim.lbfgs.LBFGS", "closure", because="needs dot products of all parameters and a closure"),
     KnownOptimizer("transformers.optimization.Adafactor", "tensors", "whole", because=_FACTORED),
     KnownOptimizer("transformers.trainer_pt_utils.LayerWiseDummyOptimizer", "backward", because=_LAYERWISE),
@@ -104,6 +107,8 @@ _SHARPNESS_AWARE: Final = KnownOptimizer(
 Under FSDP1 each rank has the norm of its shards. Under FSDP2 the common implementation restores the weights with
 ``parameter.data = old``, which a ``DTensor`` ignores.
 """
+_OWN_RULE: Final = KnownOptimizer("MatrixRule", "tensors", "divided", because="updates whole matrices")
+"""An optimizer with the methods of :class:`~hf_fsdp_plugin.backends.optimizers.matrix_rules.MatrixRule`."""
 
 
 def known_optimizer(optimizer: Optimizer) -> KnownOptimizer | None:
@@ -113,6 +118,8 @@ def known_optimizer(optimizer: Optimizer) -> KnownOptimizer | None:
     """
     if all(callable(getattr(type(optimizer), name, None)) for name in ("first_step", "second_step")):
         return _SHARPNESS_AWARE
+    if isinstance(optimizer, MatrixRule):
+        return _OWN_RULE
     for name in _names(type(optimizer)):
         for known in KNOWN_OPTIMIZERS:
             if name == known.name or name.startswith(f"{known.name}."):
@@ -150,7 +157,7 @@ def apply_step_mode(optimizer: Optimizer, plan: FsdpPlan) -> Problem | None:
     code = "" if problem is None else problem.code
     same_on_all_ranks(f"how {type(optimizer).__name__} runs", f"{mode} {code}")
     if problem is None or problem.severity != "error":
-        set_step_mode(optimizer, mode)
+        set_step_mode(optimizer, mode, divided=lambda: DividedSteps(matrix_rule(optimizer)))
     return problem
 
 
@@ -200,7 +207,29 @@ def _decide_fsdp2(optimizer: Optimizer, name: str, known: KnownOptimizer | None)
     is_mixed = len({p.device_mesh if isinstance(p, DTensor) else None for p in parameters}) > 1
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
     mode = known.fused if known.fused is not None and is_fused else known.fsdp2
+    if known.needs == "tensors" and mode != "unchanged":
+        return _decide_matrices(optimizer, name, known, mode)
     return "local" if mode == "unchanged" and is_mixed and known.needs == "elements" else mode, None
+
+
+def _decide_matrices(
+    optimizer: Optimizer, name: str, known: KnownOptimizer, mode: StepMode
+) -> tuple[StepMode, Problem | None]:
+    """Return how an optimizer that reads whole parameters runs, and a note if each rank computes whole updates."""
+    if mode == "divided" and known is not _OWN_RULE and not can_divide_muon():
+        mode = "unchanged"
+    rule = matrix_rule(optimizer) if mode == "divided" else None
+    divided = {id(each[0]) for each in divided_parameters(rule, optimizer)} if rule is not None else set()
+    others = [p for p in parameters_in(optimizer) if isinstance(p, DTensor) and id(p) not in divided]
+    # Of an optimizer with an own rule, the parameters without a cost are updated element by element.
+    others = [p for p in others if p.device_mesh.size() > 1 and (rule is None or (p.dim() > 1 and ranks_of(p) is None))]
+    if not others:
+        return mode, None
+    what = f"{len(others)} parameters of {name} are" if divided else f"{name} is"
+    message = f"The work of {what} not divided over the ranks: each rank computes the whole updates."
+    fix = "Ignore this if steps are short. The work of torch.optim.Muon, and of an optimizer with the methods of "
+    fix += "hfp.MatrixRule (docs/optimizers.md), is divided for matrices that are sharded over one axis of the mesh."
+    return mode if divided or rule is None else "unchanged", Problem(code="FSDP-N329", message=message, fix=fix)
 
 
 def _unknown(name: str, form: str) -> Problem:

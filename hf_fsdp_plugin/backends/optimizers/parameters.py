@@ -9,6 +9,7 @@ Steps of some optimizers run on plain tensors instead of FSDP2's DTensors:
 ``whole``: on gathered parameters, one at a time. All ranks compute the same update, and each keeps its shard of it. The
 state is whole on every rank; for the factored or projected state of these optimizers, this is less than their shards of
 AdamW's state would be on a few ranks.
+``divided``: on whole matrices, each on one rank: see :mod:`hf_fsdp_plugin.backends.optimizers.divided_steps`.
 
 Between steps the optimizer has the parameters of the model, so that clipping, schedulers, the gradient scaler and
 checkpoints need no special cases. The parameters are replaced by torch's step hooks, which also run if a scheduler or
@@ -20,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,7 @@ from hf_fsdp_plugin.state import parts_of, process
 from hf_fsdp_plugin.torch_private.fsdp1 import flat_units, names_in, original_parameters
 from hf_fsdp_plugin.torch_private.modules import local_tensor
 
-StepMode = Literal["unchanged", "local", "whole"]
+StepMode = Literal["unchanged", "local", "whole", "divided"]
 
 
 @dataclass
@@ -220,12 +221,24 @@ def step_mode(optimizer: Optimizer) -> StepMode:
     return _adaptation(optimizer).step_mode
 
 
-def set_step_mode(optimizer: Optimizer, mode: StepMode) -> None:
-    """Set how the optimizer's steps run, once."""
+class StepHooks(Protocol):
+    """What is called before and after each step of an optimizer."""
+
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any: ...
+
+    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None: ...
+
+
+def set_step_mode(optimizer: Optimizer, mode: StepMode, divided: Callable[[], StepHooks]) -> None:
+    """Set how the optimizer's steps run, once.
+
+    Args:
+        divided: returns the hooks of the mode ``divided``.
+    """
     if mode == "unchanged" or step_mode(optimizer) == mode:
         return
     _adaptation(optimizer).step_mode = mode
-    steps = _PlainSteps(whole=mode == "whole")
+    steps = divided() if mode == "divided" else _PlainSteps(whole=mode == "whole")
     optimizer.register_step_pre_hook(steps.before)
     optimizer.register_step_post_hook(steps.after)
 

@@ -207,7 +207,7 @@ def test_optimizer_states_follow_their_sources():
 
 def test_update_temporaries_follow_the_loop():
     shards = [shard for unit in unit_bytes(plan_of(2), llama()) for shard in unit.shards]
-    loops = {loop: update_bytes(Workload(micro_batch=1, seq_len=1, update_loop=loop), "cpu", shards) for loop in
+    loops = {loop: update_bytes(Workload(micro_batch=1, seq_len=1, update_loop=loop), plan_of(2), shards) for loop in
              ("fused", "foreach", "for_loop")}  # fmt: skip
     assert loops["fused"] == 0 and loops["foreach"] == TOTAL // 2 * 4
     # square root and quotient of the head, and the quotient of the norm before it

@@ -25,18 +25,19 @@ from hf_fsdp_plugin.tools.plan.estimate.divided import as_loaded
 from hf_fsdp_plugin.tools.plan.estimate.machines import Machine
 from hf_fsdp_plugin.tools.plan.estimate.memory.meta_pass import profile_step
 from hf_fsdp_plugin.tools.plan.estimate.memory.step import AxisCall, OpCost, Stage, StepProfile
+from hf_fsdp_plugin.tools.plan.estimate.muon import muon_step
 from hf_fsdp_plugin.tools.plan.estimate.schedule import Timeline, UnitTimes, exposed_seconds, simulate
 from hf_fsdp_plugin.tools.plan.estimate.types import CollectiveKind, StepPhase, Workload
 from hf_fsdp_plugin.tools.plan.estimate.unit_bytes import UnitBytes, fp8_gathered, unit_bytes
 
 _UPDATES: Final = {
-    "adamw": (7, 21, 12), "sgd": (5, 7, 3), "adafactor": (9, 20, 15), "adamw_8bit": (4, 4, 1), "muon": (40, 40, 25),
+    "adamw": (7, 21, 12), "sgd": (5, 7, 3), "adafactor": (9, 20, 15), "adamw_8bit": (4, 4, 1), "muon": (12, 12, 5),
 }  # fmt: skip
 """Reads and writes of a parameter's size (in the master dtype) per update, fused and as separate operations, and the
 number of these operations.
 
 Fused AdamW reads parameter, gradient and two averages, and writes three of them; the count of separate operations is
-that of ``_multi_tensor_adamw``. Muon: five Newton-Schulz iterations, counted as traffic only.
+that of ``_multi_tensor_adamw``. Muon: momentum and weights of the shards; its products are counted apart.
 """
 _NOT_COMPARED: Final = (
     "no interval: the published runs that were compared train dense decoders for language on A100, H100 SXM and H200, "
@@ -112,6 +113,12 @@ def estimate_communication(
         yield calls(reductions, "all_reduce", "world", len(names), "backward")  # whether any rank has used each of them
     if weights := fp8_gathered(plan, model):  # the largest elements, from which their scales are computed
         yield calls(1, "all_reduce", "shard", 4 * len(weights), "update")
+    if workload.optimizer == "muon":
+        step = muon_step(plan, [shard for sizes in all_sizes for shard in sizes.shards])
+        for size, number in step.exchanges.items():
+            yield calls(number, "all_to_all", "shard", size, "update")
+        for size, number in step.results.items():
+            yield calls(number, "all_gather", "replicate", size, "update")
     if plan.precision.param == "fp16":  # the gradient scaler
         yield calls(1, "all_reduce", "world", 4, "clipping" if workload.clip_norm else "update")
     parameters = list(map(model.get_parameter, names))
@@ -342,6 +349,9 @@ class TimeModel:
         starts = (num_ops + 2) * (num_tensors if loop == "for_loop" else 1)
         clipping = [call for call in self._calls if call.phase in ("clipping", "update")]
         seconds = sum(collective_seconds(call, plan, machine) for call in clipping)
+        if workload.optimizer == "muon":
+            step = muon_step(plan, [shard for sizes in self._sizes for shard in sizes.shards])
+            seconds += step.flops / machine.throughput("matmul", "bf16", step.flops / max(1, 15 * step.most_matrices))
         return traffic / throughput + starts * machine.update_op_seconds + seconds
 
 

@@ -22,6 +22,7 @@ from hf_fsdp_plugin.tools.plan.estimate.memory.engines import Fsdp1Engine, Fsdp2
 from hf_fsdp_plugin.tools.plan.estimate.memory.meta_pass import profile_step
 from hf_fsdp_plugin.tools.plan.estimate.memory.nccl_buffers import communicator_sizes, nccl_bytes, num_channels
 from hf_fsdp_plugin.tools.plan.estimate.memory.step import Ledger, StepProfile, pinned_bytes
+from hf_fsdp_plugin.tools.plan.estimate.muon import describe, muon_step
 from hf_fsdp_plugin.tools.plan.estimate.types import DeviceMemory, MemoryEstimate, Optimizer, Workload, update_loop
 from hf_fsdp_plugin.tools.plan.estimate.unit_bytes import ParameterShard, UnitBytes, ignored_bytes, unit_bytes
 
@@ -113,7 +114,7 @@ def follow_step(
     if workload.clip_norm:
         ledger.at("clipping")
     ledger.at("optimizer step")
-    ledger.use("other", 0 if engine.offloads else update_bytes(workload, plan.device_type, shards))
+    ledger.use("other", 0 if engine.offloads else update_bytes(workload, plan, shards))
     peak = max(ledger.moments, key=lambda moment: moment.bytes)
     return MemoryEstimate(
         peak=peak,
@@ -121,7 +122,7 @@ def follow_step(
         offload_bytes=sum(on_host) + lost + (state if engine.offloads else 0) + offloaded,
         rounding_bytes=lost,
         staging_bytes=ceil(copies / (plan.mesh.replicate if plan.mesh.num_shards > 1 else plan.world_size)),
-        assumptions=tuple(assumptions(plan, workload, machine)),
+        assumptions=tuple(assumptions(plan, workload, shards, machine)),
         device=device_memory(plan, machine, peak.bytes),
     )
 
@@ -171,12 +172,12 @@ def _state_of(optimizer: Optimizer, shard: ParameterShard) -> int:
     return 2 * size + _STEP
 
 
-def update_bytes(workload: Workload, device_type: str, shards: Sequence[ParameterShard]) -> int:
+def update_bytes(workload: Workload, plan: FsdpPlan, shards: Sequence[ParameterShard]) -> int:
     """Return the bytes of temporary tensors at the worst moment of an update.
 
     ``for_loop``: a step of AdamW computes ``sqrt`` of the second moment and its quotient, and keeps the quotient until
     the next parameter's is computed. ``foreach``: the square roots of all parameters. ``fused``: none. Adafactor
-    gathers one parameter and its gradient, and computes the update in fp32; Muon orthogonalizes one matrix in bf16.
+    gathers one parameter and its gradient, and computes the update in fp32; Muon has the matrices of one exchange.
     """
     trained = [shard for shard in shards if shard.trainable]
     if not trained or workload.optimizer in ("adamw_8bit", "sgd"):
@@ -186,10 +187,11 @@ def update_bytes(workload: Workload, device_type: str, shards: Sequence[Paramete
         # parameter the whole one and its gradient
         return max(prod(shard.whole) * (2 if shard.shape == shard.whole else 4) for shard in trained) * 4
     if workload.optimizer == "muon":
-        matrices = [prod(shard.whole) for shard in trained if len(shard.whole) == 2]
-        # gradient, iterate and its two products in bf16 (``_zeropower_via_newtonschulz`` of torch/optim/_muon.py)
-        return max(matrices, default=0) * 4 * 2
-    loop, sizes = update_loop(workload, device_type), [prod(shard.shape) * shard.dtype.itemsize for shard in trained]
+        return muon_step(plan, trained).memory
+    loop, sizes = (
+        update_loop(workload, plan.device_type),
+        [prod(shard.shape) * shard.dtype.itemsize for shard in trained],
+    )
     if loop != "for_loop":
         return sum(sizes) if loop == "foreach" else 0
     return max([2 * sizes[0], *(before + 2 * size for before, size in pairwise(sizes))])
@@ -222,7 +224,9 @@ def device_memory(plan: FsdpPlan, machine: Machine | None, allocated: int) -> De
     )  # fmt: skip
 
 
-def assumptions(plan: FsdpPlan, workload: Workload, machine: Machine | None = None) -> Iterator[str]:
+def assumptions(
+    plan: FsdpPlan, workload: Workload, shards: Sequence[ParameterShard], machine: Machine | None = None
+) -> Iterator[str]:
     """Yield the assumptions of an estimate, one sentence each."""
     loop, device = update_loop(workload, plan.device_type), plan.device_type
     is_default = workload.update_loop is None and loop == "fused"
@@ -235,6 +239,8 @@ def assumptions(plan: FsdpPlan, workload: Workload, machine: Machine | None = No
     if plan.spec.uses_fp8:
         yield "Layers in fp8 compute as fast as in bf16, and their copies of activations in fp8 are not included."
     yield f"The optimizer is {workload.optimizer} with {loop} updates{default}."
+    if workload.optimizer == "muon":
+        yield describe(plan, muon_step(plan, shards))
     if device == "cpu":
         yield "Memory that torch's allocator has reserved but not allocated (fragmentation) is not included."
         if plan.offload_params:
