@@ -6,6 +6,7 @@ They read the shards only: neither the parameters in the modules nor FSDP's own 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,12 +65,14 @@ def start_flat_gather(unit: Any, flat: Any, dtype: torch.dtype | None = None) ->
             views.extend(fsdp1.original_views(unit, finish()))
         return views[index]
 
-    return [lambda index=index: view(index) for index in range(len(fsdp1.original_parameters(flat)))]
+    return [partial(view, index) for index in range(len(fsdp1.original_parameters(flat)))]
 
 
 def _all_gather(local: torch.Tensor, group: dist.ProcessGroup) -> Finish:
     whole = local.new_empty(group.size() * local.shape[0], *local.shape[1:])
-    all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name in older versions
+    all_gather: Any = (
+        getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    )  # the name in older versions
     work = all_gather(whole, local, group=group, async_op=True)
 
     def finish() -> torch.Tensor:

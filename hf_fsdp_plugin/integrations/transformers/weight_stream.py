@@ -91,7 +91,7 @@ def stream_parameters(
 def iter_named_params(original: Callable[..., Any], generation: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield what TRL sends to vLLM, for a sharded model unit by unit instead of from whole models. Collective."""
     if locate_module(generation.model) is None:
-        return original(generation)  # type: ignore[no-any-return]
+        return original(generation)
     return stream_parameters(generation.model)
 
 
@@ -164,7 +164,8 @@ class _Weights:
     def __init__(self, root: nn.Module, plan: FsdpPlan | None, *, merge: bool, dtype: torch.dtype | None) -> None:
         model: Any = unwrapped(root)
         merge = merge and stores_adapters(model)
-        self._dtype, self._changed = dtype, None
+        self._dtype = dtype
+        self._changed: set[str] | None = None
         self._base: Any = model.get_base_model() if merge and is_peft_model(model) else model
         self._prefix = _name_in(root, self._base) if merge else ""
         self._layers = dict(adapted_layers(root)) if merge else {}
