@@ -17,10 +17,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 import hf_fsdp_plugin as hfp
+from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from tests.support import user_code_runs
 from tests.support.matrices import alternating, slow
 from tests.support.peft_runs import adapted_llama
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, own_device
 from tests.support.tiny import global_batch, parallel_config, tiny_llama
 from tests.support.training import adamw, fresh_accelerator, loss_of
 from tests.support.user_code_runs import codes_of, make_model
@@ -122,6 +123,28 @@ def test_stream_of_a_hybrid_mesh_equals_files(four_ranks: Ranks, tmp_path: Path,
 def test_accelerator_ranks_stream_saved_files(two_accelerator_ranks: Ranks, tmp_path: Path) -> None:
     config = parallel_config("full_shard", 2, 2, fsdp_offload_params=True)
     assert_equals_file(two_accelerator_ranks.run(stream_and_save, config, "tied", str(tmp_path), None), tmp_path)
+
+
+def peak_of_stream(config: dict[str, Any]) -> tuple[int, int]:
+    """Bytes that a stream allocates on the device at its peak, and those of the two largest units together."""
+    accelerator = fresh_accelerator(config)
+    model = accelerator.prepare(tiny_llama(layers=6, hidden_size=128, intermediate_size=256))
+    units = sorted((4 * unit.num_params for unit in plan_of(model).units), reverse=True)
+    memory = torch.get_device_module(own_device())
+    for _ in range(2):
+        memory.synchronize()
+        before = memory.memory_allocated()
+        memory.reset_peak_memory_stats()
+        for _name, _tensor in hfp.stream_parameters(model):
+            memory.synchronize()  # the simulated process group holds tensors until the device has gathered them
+            del _tensor
+    return memory.max_memory_allocated() - before, units[0] + units[1]
+
+
+@VERSIONS
+def test_stream_holds_two_units_on_a_device(two_accelerator_ranks: Ranks, version: int) -> None:
+    for peak, two_units in two_accelerator_ranks.run(peak_of_stream, parallel_config("full_shard", version, 2)):
+        assert 0.9 * two_units < peak <= 1.05 * two_units
 
 
 def stream_changes(config: dict[str, Any]) -> list[set[str]]:
