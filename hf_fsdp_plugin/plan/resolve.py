@@ -58,9 +58,9 @@ def resolve(
     precision = resolve_precision(model, device_type, collector)
     parts = sharded_parts(model, collector) or _planned_parts(model, strategy, precision, collector)
     version: Version = 1 if parts.backend == "fsdp1" else 2
-    if spec.sharding.reduce_replicas_at_last_micro_batch and not has_replicas(mesh, strategy):
-        message = f"reduce_replicas_at_last_micro_batch needs replicas, which the strategy {strategy} does not have."
-        fix = "Set fsdp_sharding_strategy: HYBRID_SHARD, or remove the key."
+    if spec.sharding.reduce_replicas_at_last_micro_batch and (version == 1 or not has_replicas(mesh, strategy)):
+        message = f"reduce_replicas_at_last_micro_batch needs FSDP2 and replicas, but FSDP{version} runs {strategy}."
+        fix = "Set fsdp_version: 2 and fsdp_sharding_strategy: HYBRID_SHARD, or remove the key."
         collector.add("FSDP-E170", "sharding.reduce_replicas_at_last_micro_batch", message, fix)
     fp32_modules, fp32_parameters = resolve_fp32_modules(model, precision, parts, collector)
     _check_attention(mesh, model, collector)

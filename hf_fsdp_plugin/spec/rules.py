@@ -32,10 +32,7 @@ FSDP_SECTIONS = frozenset(
 
 def check_rules(spec: FsdpSpec) -> tuple[Problem, ...]:
     """Return all problems that the rules find."""
-    of_run, of_model = (
-        (_check_engine, _check_ranks, _check_units),
-        (_check_precision, check_fp8, check_fsdp1_only, _check_late_reduction),
-    )
+    of_run, of_model = (_check_engine, _check_ranks, _check_units), (_check_precision, check_fp8, check_fsdp1_only)
     return tuple(problem for rule in (*of_run, *of_model, _check_loading, _check_storage) for problem in rule(spec))
 
 
@@ -275,16 +272,6 @@ def check_fsdp1_only(spec: FsdpSpec) -> Iterator[Problem]:
     if not spec.params.use_orig:
         reason = "FSDP2 has no flat parameters: they always keep their names and shapes."
         yield spec.problem("FSDP-W148", "params.use_orig", f"false is not supported by FSDP2. {reason}", fix)
-
-
-def _check_late_reduction(spec: FsdpSpec) -> Iterator[Problem]:
-    """Refuse FSDP1, which reduces all gradients of a backward or none."""
-    if spec.sharding.reduce_replicas_at_last_micro_batch and spec.fsdp.version == 1:
-        message = (
-            "reduce_replicas_at_last_micro_batch is not supported by FSDP1, which has one switch for both reductions."
-        )
-        fix = "Set fsdp_version: 2, or remove the key."
-        yield spec.problem("FSDP-E170", "sharding.reduce_replicas_at_last_micro_batch", message, fix)
 
 
 def _check_loading(spec: FsdpSpec) -> Iterator[Problem]:

@@ -66,8 +66,8 @@ def test_trainer_reduces_replicas_late(four_ranks: Ranks, tmp_path: Path) -> Non
 
 
 def test_late_reduction_without_replicas_is_refused() -> None:
-    for version in (1, 2):
+    for version, strategy in ((1, "hybrid_shard"), (2, "full_shard")):
         with pytest.raises(SpecError) as refused:
-            spec = hfp.load_spec(parallel_config("full_shard", version, 2, **LATE), environ={})
+            spec = hfp.load_spec(parallel_config(strategy, version, 2, **LATE), environ={})
             hfp.resolve(spec, tiny_llama(), world_size=2)
         assert [problem.code for problem in refused.value.problems] == ["FSDP-E170"]

@@ -58,7 +58,6 @@ REJECTED = [
     ("FSDP-E144", config(transformer_layer_cls_to_wrap="A B"), "'A B'"),
     ("FSDP-E144", config(transformer_layer_cls_to_wrap=["A", "x.y.B"]), "'x.y.B'"),
     ("FSDP-E144", config(transformer_layer_cls_to_wrap="$LAYER"), "'$LAYER'"),
-    ("FSDP-E170", config(fsdp_version=1, fsdp_reduce_replicas_at_last_micro_batch=True), "FSDP1"),
     ("FSDP-E145", config(fsdp_ignored_modules="*lora("), "'*lora('"),
     ("FSDP-E145", config(fsdp_fp32_modules="*norm("), "'*norm('"),
     ("FSDP-E146", config({"mixed_precision": "bf16"}, mixed_precision_policy={"param_dtype": "fp16"}), "param_dtype"),
