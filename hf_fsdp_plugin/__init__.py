@@ -23,6 +23,7 @@ _EXPORTS = {
     "integrations.report_on_request": ("report",),
     "integrations.save_requests": ("end_requested_save", "save_requested"),
     "integrations.transformers.loading": ("from_pretrained",),
+    "integrations.transformers.weight_stream": ("stream_parameters",),
     "integrations.transformers.trainer": ("FsdpTrainer", "FsdpTrainerMixin", "FsdpTrainingArguments"),
     "plan.fsdp_plan": ("FsdpPlan",),
     "plan.resolve": ("resolve",),
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from hf_fsdp_plugin.integrations.transformers.trainer import FsdpTrainer as FsdpTrainer
     from hf_fsdp_plugin.integrations.transformers.trainer import FsdpTrainerMixin as FsdpTrainerMixin
     from hf_fsdp_plugin.integrations.transformers.trainer import FsdpTrainingArguments as FsdpTrainingArguments
+    from hf_fsdp_plugin.integrations.transformers.weight_stream import stream_parameters as stream_parameters
     from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan as FsdpPlan
     from hf_fsdp_plugin.plan.resolve import resolve as resolve
     from hf_fsdp_plugin.problems import Origin as Origin

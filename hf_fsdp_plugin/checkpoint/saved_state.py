@@ -206,8 +206,10 @@ def replica_of_ranks(ranks: tuple[int, ...], world_size: int) -> tuple[int, int]
 def _replicated_shard(name: str, tensor: torch.Tensor) -> LocalShard:
     """Return a tensor that is whole on every rank."""
     frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-    whole = whole_shard(name, local_tensor(tensor))
-    return replace(whole, replica=dist.get_rank(), replicas=dist.get_world_size(), frozen=frozen)
+    whole = replace(whole_shard(name, local_tensor(tensor)), frozen=frozen)
+    if not dist.is_initialized():
+        return whole
+    return replace(whole, replica=dist.get_rank(), replicas=dist.get_world_size())
 
 
 def model_shards(

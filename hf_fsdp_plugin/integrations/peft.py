@@ -10,7 +10,7 @@ model.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.metadata import version as version_of
@@ -25,7 +25,7 @@ from hf_fsdp_plugin.backends.ranks.agreement import broadcast_object, on_all_ran
 from hf_fsdp_plugin.checkpoint.saved_state import ModelShards
 from hf_fsdp_plugin.checkpoint.writing.state_files import gathered_state
 from hf_fsdp_plugin.integrations.session import attributes_in_block
-from hf_fsdp_plugin.plan.names import below, canonical_name, unwrapped
+from hf_fsdp_plugin.plan.names import below, canonical_name, named_parameters, unwrapped
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import format_names
 from hf_fsdp_plugin.torch_private import modules
@@ -117,6 +117,67 @@ def as_unsharded(model: Any, state: Mapping[str, torch.Tensor]) -> Iterator[None
             stack.enter_context(modules.with_tensors(encoder, weights))
             stack.enter_context(modules.without_forward_hooks(encoder))
         yield
+
+
+def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield canonical names and the layers that PEFT has put into a model, without those inside others."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    outer = "."
+    for raw_name, module in model.named_modules():
+        name = canonical_name(raw_name)
+        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper) and not name.startswith(outer):
+            outer = f"{name}."
+            yield name, module
+
+
+@torch.no_grad()
+def merge_layer(layer: Any, adapters: Sequence[str]) -> nn.Module:
+    """Merge a layer of PEFT, as its ``merge_and_unload`` does. Return the layer of the base model."""
+    settings = {"safe_merge": False, "adapter_names": list(adapters)}
+    if hasattr(layer, "unload_and_optionally_merge_module"):  # target_parameters, tokens, attention of torch
+        unloaded: nn.Module = layer.unload_and_optionally_merge_module(merge=True, **settings)
+        return unloaded
+    layer.merge(**settings)
+    base: nn.Module = layer.get_base_layer()
+    return base
+
+
+def replaces_base(layer: Any) -> bool:
+    """Return whether a merge replaces parameters of the base layer by other objects, as for attention of torch."""
+    return isinstance(getattr(layer, "base_layer", None), nn.MultiheadAttention)
+
+
+def merged_weights(layer: Any, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the weights of a layer of the base model after the merge of its active adapters. Not collective.
+
+    PEFT's code merges into ``whole``; the layer keeps its own parameters.
+
+    Args:
+        layer: a layer of PEFT in a model, which may be sharded.
+        whole: whole parameters, by all of their canonical names in the layer.
+
+    Returns:
+        The weights, by their names in the layer of the base model.
+    """
+    with ExitStack() as stack:
+        for raw_name, module in layer.named_modules():
+            names = {
+                attribute: canonical_name(f"{raw_name}.{attribute}".lstrip("."))
+                for attribute in modules.parameters(module)
+            }
+            entries = {
+                attribute: nn.Parameter(whole[name], requires_grad=False)
+                for attribute, name in names.items()
+                if name in whole
+            }
+            stack.enter_context(modules.entries_in_block(entries, modules.parameters(module)))
+            if hasattr(module, "merged_adapters"):
+                state = {"merged_adapters": list(module.merged_adapters), "_caches": {}}
+                stack.enter_context(attributes_in_block(module, **state))
+        base = merge_layer(layer, layer.active_adapters)
+        return {name: parameter.detach() for name, parameter in named_parameters(base)}
 
 
 def check_adapters(model: nn.Module, *, version: int) -> None:

@@ -209,6 +209,7 @@ _ALWAYS_SHOWN: Final[dict[str, ValueReader]] = {
 
 READERS: Final[Mapping[str, ValueReader]] = {
     **_ALWAYS_SHOWN,
+    "sharding.reduce_replicas_at_last_micro_batch": settings_of_units.read_late_reduction,
     "wrap.classes": settings_of_units.read_wrap_classes,
     "wrap.min_num_params": settings_of_units.read_min_num_params,
     "wrap.ignored_modules": settings_of_units.read_ignored_modules,

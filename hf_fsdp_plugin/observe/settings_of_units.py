@@ -101,6 +101,12 @@ def read_mesh_replicate(run: ObservedRun) -> ObservedValue:
     return ObservedValue(size)
 
 
+def read_late_reduction(run: ObservedRun) -> ObservedValue:
+    """Read what Accelerate's ``no_sync`` switches off: all reductions, or those over the replicas."""
+    switch = getattr(run.model, "set_requires_gradient_sync", None)
+    return ObservedValue(getattr(switch, "__name__", "") == "set_requires_all_reduce")
+
+
 def read_wrap_policy(run: ObservedRun) -> ObservedValue:
     if run.plan.sharded_at_load:
         return ObservedValue("fsdp_plan", "from_pretrained chose the units", matches=True)

@@ -10,7 +10,15 @@ import torch
 from torch import nn
 
 from hf_fsdp_plugin.devices import unsupported_device
-from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, MeshPlan, ModelParts, PlannedDtype, PrecisionPlan, ProblemCollector
+from hf_fsdp_plugin.plan.fsdp_plan import (
+    FsdpPlan,
+    MeshPlan,
+    ModelParts,
+    PlannedDtype,
+    PrecisionPlan,
+    ProblemCollector,
+    has_replicas,
+)
 from hf_fsdp_plugin.plan.mesh import resolve_mesh
 from hf_fsdp_plugin.plan.modules import ModuleTree, class_names, matching_modules
 from hf_fsdp_plugin.plan.names import is_inside
@@ -50,6 +58,10 @@ def resolve(
     precision = resolve_precision(model, device_type, collector)
     parts = sharded_parts(model, collector) or _planned_parts(model, strategy, precision, collector)
     version: Version = 1 if parts.backend == "fsdp1" else 2
+    if spec.sharding.reduce_replicas_at_last_micro_batch and (version == 1 or not has_replicas(mesh, strategy)):
+        message = f"reduce_replicas_at_last_micro_batch needs FSDP2 and replicas, but FSDP{version} runs {strategy}."
+        fix = "Set fsdp_version: 2 and fsdp_sharding_strategy: HYBRID_SHARD, or remove the key."
+        collector.add("FSDP-E170", "sharding.reduce_replicas_at_last_micro_batch", message, fix)
     fp32_modules, fp32_parameters = resolve_fp32_modules(model, precision, parts, collector)
     _check_attention(mesh, model, collector)
     check_divided_layers(mesh, model, collector)

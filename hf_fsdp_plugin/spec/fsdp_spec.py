@@ -36,6 +36,7 @@ class ShardingSection:
     """``strategy`` is a name of :data:`hf_fsdp_plugin.strategies.STRATEGIES`."""
 
     strategy: str = DEFAULT_STRATEGY.name
+    reduce_replicas_at_last_micro_batch: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -97,6 +97,12 @@ def original_parameters(flat: Any) -> list[Member]:
     ]
 
 
+def original_views(unit: Any, whole: torch.Tensor) -> list[torch.Tensor]:
+    """Return views of the unit's gathered shards with the original shapes, in the order of the members."""
+    size = unit._handle.flat_param._unpadded_unsharded_size.numel()
+    return list(unit._handle._get_unflat_views(whole[:size]))
+
+
 def tied_places(flat: Any) -> list[tuple[Registration, Registration]]:
     """Return each further registration of a tied parameter, with the registration in its :class:`Member`."""
     infos = flat._shared_param_infos

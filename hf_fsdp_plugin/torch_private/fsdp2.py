@@ -244,8 +244,9 @@ class GroupGradients:
 
     @property
     def reduces(self) -> bool:
-        """Whether the current backward reduces gradients."""
-        return bool(self._group.reduce_grads)
+        """Whether the current backward reduces gradients, and over the replicas, too."""
+        group = self._group
+        return bool(group.reduce_grads and (group.all_reduce_grads or not _is_replicated(group)))
 
     def unused(self) -> list[int]:
         """Return the positions of the parameters that had no gradient before, and got zeros of this rank."""
@@ -267,7 +268,7 @@ class GroupGradients:
             for whole in wholes:
                 if whole.numel() == 0:
                     whole.grad = None  # torch cannot reduce a gradient without elements
-            if self._has_begun and self.reduces:
+            if self._has_begun and self._group.reduce_grads:
                 self._complete()
             type(self._group).post_backward(self._group, *args)
 

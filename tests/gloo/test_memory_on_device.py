@@ -27,6 +27,8 @@ LONG = (
     f"version=2,strategy=no_shard,offload_params=1,{SMALL}",
     f"version=2,checkpointing=1,offload_activations=1,{SMALL}",
     f"version=1,accumulation=2,{SMALL}",
+    f"version=2,strategy=hybrid_shard,ranks=4,accumulation=3,late=1,{SMALL}",
+    f"version=2,strategy=hybrid_shard,ranks=4,accumulation=3,late=1,precision=bf16,{SMALL}",
 )
 
 

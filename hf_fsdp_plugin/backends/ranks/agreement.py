@@ -129,12 +129,17 @@ def any_rank(flag: bool) -> bool:
 
     For one number, each rank sends two messages of gloo, for an object of each rank four per rank of the world.
     """
+    return any_rank_each([flag])[0]
+
+
+def any_rank_each(own: Sequence[bool]) -> list[bool]:
+    """Return for each of these flags, of which all ranks have as many, whether any rank has set it. Collective."""
     group = dist.group.WORLD
     if group is None or not supports_cpu(group):
-        return any(gather_objects(flag))
-    flags = torch.tensor([flag], dtype=torch.int32, device="cpu")  # whatever the default device is
+        return [any(flags) for flags in zip(*gather_objects(list(own)), strict=True)]
+    flags = torch.tensor(own, dtype=torch.int32, device="cpu")  # whatever the default device is
     dist.all_reduce(flags, dist.ReduceOp.MAX)
-    return bool(flags)
+    return [bool(flag) for flag in flags.tolist()]
 
 
 ON_ALL_RANKS: Final = "Call it on all ranks, outside of `if accelerator.is_main_process:`."

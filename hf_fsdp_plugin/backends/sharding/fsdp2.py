@@ -135,6 +135,10 @@ def _set_prefetch_and_no_sync(plan: FsdpPlan, model: nn.Module) -> None:
     if plan.prefetch.backward == "post":
         for predecessor, unit in zip([None, *units], units, strict=False):
             _unshard_after_backward(unit, predecessor)
+    if plan.spec.sharding.reduce_replicas_at_last_micro_batch:
+        # Accelerate's `no_sync` calls it in each micro-batch but the last one. The gradients are reduce-scattered then.
+        root: Any = model
+        root.set_requires_gradient_sync = root.set_requires_all_reduce
     if not hasattr(model, "no_sync"):
         model.no_sync = partial(_no_sync, cast(FSDPModule, model))  # type: ignore[assignment]
 

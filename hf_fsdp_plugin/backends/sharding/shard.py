@@ -234,18 +234,13 @@ def full_parameters(module: nn.Module, modify: bool = False) -> Iterator[dict[st
     """
     place = locate_module(module)
     if place is None:
-        _check_not_sharded(module)
+        check_not_sharded(module)
         with torch.no_grad():
             yield dict(named_parameters(module))
         return
     root = place.root
     with collective_call(f"full_parameters of {type(unwrapped(module)).__name__}"), torch.no_grad():
-        script_access.check_not_whole(root, "full_parameters was called")
-        if isinstance(root, (FSDP, FSDPModule)) and not forwards.private_api(root).is_idle(root):
-            raise script_access.misuse_error(
-                "full_parameters was called while the model is in a forward or a backward",
-                "Call it between steps, for example in `on_step_end` of a callback.",
-            )
+        check_idle(root, "full_parameters")
         script_access.free_gathered(root)
         with _whole_fsdp1(root, module) if isinstance(root, FSDP) else _whole_fsdp2(module) as write:
             parameters = dict(named_parameters(module))
@@ -267,7 +262,18 @@ def has_shards(model: nn.Module) -> bool:
     return any(isinstance(each, (FSDP, DTensor)) for each in (*model.modules(), *model.parameters()))
 
 
-def _check_not_sharded(module: nn.Module) -> None:
+def check_idle(root: nn.Module, function: str) -> None:
+    """Raise ``SpecError`` if a sharded model is in a forward, a backward or a block of ``full_parameters``."""
+    script_access.check_not_whole(root, f"{function} was called")
+    if isinstance(root, (FSDP, FSDPModule)) and not forwards.private_api(root).is_idle(root):
+        raise script_access.misuse_error(
+            f"{function} was called while the model is in a forward or a backward",
+            "Call it between steps, for example in `on_step_end` of a callback.",
+        )
+
+
+def check_not_sharded(module: nn.Module) -> None:
+    """Raise ``SpecError`` for a model that is sharded without a plan."""
     if has_shards(module):
         message = f"{type(module).__name__} is sharded, but was not prepared by an Accelerator or a Trainer."
         fix = "Pass the model to accelerator.prepare(), after hfp.install()."

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +21,7 @@ from hf_fsdp_plugin.checkpoint.errors import raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.file_io import InputFiles
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, StoredTensor
 from hf_fsdp_plugin.checkpoint.names import ADAPTER_CONFIG, is_adapter
+from hf_fsdp_plugin.integrations.peft import adapted_layers, merge_layer
 from hf_fsdp_plugin.plan.meta_model import meta_model
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import format_names
@@ -80,7 +80,7 @@ class AdapterFold:
         owners = {key: next((name for name in tie if name in self._base), tie[0]) for key, tie in tied.items()}
         self._kept = {name: owners[id(tensor)] for name, tensor in names.items()}
         self._model = _with_adapter(model, config)
-        self._layers: dict[str, Any] = dict(_adapted_layers(model))
+        self._layers: dict[str, Any] = dict(adapted_layers(model))
         state = self._model.state_dict(keep_vars=True)
         # The modules of PEFT hold the tensors of the base model under other names.
         self._base_of = {name: owners[id(held)] for name, held in state.items() if id(held) in owners}
@@ -216,7 +216,10 @@ class AdapterFold:
             module = copy.deepcopy(self._layers[layer])
             state = {place.removeprefix(prefix): inputs[name] for place, name in places.items()}
             module.load_state_dict(state, strict=False, assign=True)
-            merged = {self._kept[f"{layer}.{name}"]: held for name, held in _merge(module).state_dict().items()}
+            merged = {
+                self._kept[f"{layer}.{name}"]: held
+                for name, held in merge_layer(module, [_ADAPTER]).state_dict().items()
+            }
             value = merged[kept]
             if len(layers) == 1:
                 self._merged = (layers, merged)
@@ -248,39 +251,15 @@ def _with_adapter(model: Any, folder: Path) -> Any:
                 raise ValueError("layer_replication adds layers to the base model")
             config.task_type = None  # the class of PeftModel, which adds methods only
             adapted = get_peft_model(model, config, _ADAPTER)  # low_cpu_mem_usage would untie embeddings
-            for _, module in _adapted_layers(model):
-                _merge(copy.deepcopy(module))
+            for _, module in adapted_layers(model):
+                merge_layer(copy.deepcopy(module), [_ADAPTER])
     except Exception as error:  # PEFT raises exceptions of many types
         reason = " ".join(str(error).split()).removesuffix(".")
         refuse("FSDP-E441", place, f"cannot be folded into {type(model).__name__}: {reason}.", _USE_PEFT)
     return adapted
 
 
-def _adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the layers that PEFT has put into a model, without those inside others."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
-
-    outer = "."
-    for name, module in model.named_modules():
-        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper) and not name.startswith(outer):
-            outer = f"{name}."
-            yield name, module
-
-
 def _module_to_save(layer: Any) -> nn.Module | None:
     """Return the module of ``modules_to_save`` in a layer of PEFT; ``None`` for other layers."""
     saved: nn.ModuleDict | None = getattr(layer, "modules_to_save", None)
     return None if saved is None else saved[_ADAPTER]
-
-
-def _merge(layer: Any) -> nn.Module:
-    """Merge a layer of PEFT, as its ``merge_and_unload`` does. Return the layer of the base model."""
-    settings = {"safe_merge": False, "adapter_names": [_ADAPTER]}
-    with torch.no_grad():
-        if hasattr(layer, "unload_and_optionally_merge_module"):  # target_parameters, tokens, attention of torch
-            unloaded: nn.Module = layer.unload_and_optionally_merge_module(merge=True, **settings)
-            return unloaded
-        layer.merge(**settings)
-    base: nn.Module = layer.get_base_layer()
-    return base

@@ -117,8 +117,9 @@ def _check(file: ConfigFile, spec: FsdpSpec, to: int) -> Iterator[Problem]:
         message = f"the config is for FSDP{version} already ({spec.origin(_VERSION)})."
         fix = f"Pass --to {3 - version} for the other version."
         yield Problem(code="FSDP-E789", message=message, fix=fix, origin=spec.origins.get(_VERSION, place))
-    for name in (*(f"mesh.{axis}" for axis in MODEL_AXES), "precision.fp32_modules") if to == 1 else ():
-        if spec.get(name) not in (1, ""):
+    only_fsdp2 = ("precision.fp32_modules", "sharding.reduce_replicas_at_last_micro_batch")
+    for name in (*(f"mesh.{axis}" for axis in MODEL_AXES), *only_fsdp2) if to == 1 else ():
+        if spec.get(name) != FsdpSpec().get(name):
             message = f"{spec.origin(name).written} has no counterpart in FSDP1."
             yield spec.problem("FSDP-E796", name, message, "Remove the key, or stay with FSDP2.")
 

@@ -26,6 +26,7 @@ class Point:
     nested scales, and the others have the dtype of the precision. Whisper's sounds and CLIP's images have fixed sizes.
     CLIP's patches are those of ViT-L/14: for patches of 16 and 32, oneDNN allocates work memory in the backward that no
     estimate contains (docs/planning.md).
+    ``late`` reduces over the replicas at the last micro-batch.
     ``fp32`` is the pattern of ``fsdp_fp32_modules``, which needs torch 2.15. ``context``, ``tensor`` and ``expert`` are
     sizes of axes.
     """
@@ -49,6 +50,7 @@ class Point:
     seq: int = 256
     accumulation: int = 1
     sync: bool = False
+    late: bool = False
     clip: bool = True
     attention: Literal["sdpa", "eager"] = "sdpa"
     prefetch: Literal["pre", "post", "none"] = "pre"
@@ -264,6 +266,8 @@ def make_settings(point: Point, *, use_cpu: bool = True) -> dict[str, Any]:
         fsdp["fsdp_activation_checkpointing_offload"] = True
     if point.fp32:
         fsdp["fsdp_fp32_modules"] = point.fp32
+    if point.late:
+        fsdp["fsdp_reduce_replicas_at_last_micro_batch"] = True
     if point.version == 1:
         fsdp["fsdp_use_orig_params"] = point.use_orig
     if point.strategy.startswith("hybrid"):

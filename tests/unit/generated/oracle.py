@@ -75,6 +75,8 @@ class Oracle:
 
     def decide(self, setting: Documented, raw: Any, source: str = "config") -> Verdict:
         """What a value of a setting means in a source. ``raw`` is as YAML, JSON or Python have it."""
+        if source == "environment" and isinstance(raw, str) and not raw.strip():
+            return NOT_SET
         if setting.kind == "options":
             return self._options(setting, raw)
         if setting.is_ignored or (setting.kind == "section" and raw in (None, {})):

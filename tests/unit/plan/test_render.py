@@ -25,7 +25,7 @@ def test_text_has_settings_units_and_ties() -> None:
         == """\
 LlamaForCausalLM · 23.7 k parameters · FSDP2 on 4 cpu ranks
   fsdp        version 2
-  sharding    strategy full_shard
+  sharding    strategy full_shard · reduce_replicas_at_last_micro_batch false
   mesh        shard 4 · replicate 1 · context 1 · tensor 1 · expert 1 · context_exchange allgather
   wrap        policy transformer · classes LlamaDecoderLayer · min_num_params 0 · ignored_modules -
   offload     params false · pin_memory false

@@ -131,6 +131,7 @@ def test_plan_copies_only_listed_settings_from_the_spec() -> None:
     resolved = {*_ATTRIBUTES, *(name for name, _, _ in FsdpSpec().settings() if name.partition(".")[0] in _SECTIONS)}
     copied = {name for name, _, _ in FsdpSpec().settings()} - resolved
     assert {name for name in copied if not name.startswith(("launch.", "xla.", "fp8."))} == {
+        "sharding.reduce_replicas_at_last_micro_batch",
         "wrap.policy",
         "wrap.classes",
         "wrap.min_num_params",

@@ -84,7 +84,7 @@ class Timeline:
             self._exchange(unit.name, unit.exchange_forward, end)
             start = end - unit.forward if limited else start
 
-    def backward(self, units: Sequence[UnitTimes], *, reduces: bool, prefetch: str) -> None:
+    def backward(self, units: Sequence[UnitTimes], *, reduces: bool, all_reduces: bool, prefetch: str) -> None:
         """Run a backward, the last unit first."""
         ready: float | None = None
         order = list(reversed(units))
@@ -99,7 +99,7 @@ class Timeline:
                 ready = self._gather(preceding.name, preceding.gather_backward, issued)
             if reduces and unit.reduce:
                 end = self.run("communication", f"reduce-scatter of {unit.name}", unit.reduce, end)
-            if reduces and unit.all_reduce:
+            if all_reduces and unit.all_reduce:
                 end = self.run("all_reduce", f"all-reduce of {unit.name}", unit.all_reduce, end)
             if reduces and not self.overlaps:
                 self.free["compute"] = max(self.free["compute"], end)
@@ -136,8 +136,9 @@ def simulate(
     for index in range(workload.accumulation):
         gathers = index == 0 or workload.sync_each_batch or not keeps_gathered
         timeline.forward(units, gathers=gathers, limited=plan.prefetch.limit_all_gathers)
-        reduces = workload.sync_each_batch or index == workload.accumulation - 1
-        timeline.backward(units, reduces=reduces, prefetch=plan.prefetch.backward)
+        all_reduces = workload.sync_each_batch or index == workload.accumulation - 1
+        reduces = all_reduces or plan.spec.sharding.reduce_replicas_at_last_micro_batch
+        timeline.backward(units, reduces=reduces, all_reduces=all_reduces, prefetch=plan.prefetch.backward)
         if reduces:
             timeline.wait_for_all()
     timeline.run("compute", "update", tail, timeline.wait_for_all())

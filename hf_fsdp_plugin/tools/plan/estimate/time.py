@@ -87,7 +87,9 @@ def estimate_communication(
     keeps_gathered = plan.backend == "fsdp1" and not strategy.reshards_after_forward
     # FSDP1 keeps parameters that it does not free after forward until a backward that reduces gradients.
     forward = 1 if keeps_gathered and not workload.sync_each_batch else micro_batches
-    reductions = micro_batches if workload.sync_each_batch else 1
+    is_late = plan.spec.sharding.reduce_replicas_at_last_micro_batch
+    reductions = micro_batches if workload.sync_each_batch or is_late else 1
+    all_reductions = micro_batches if workload.sync_each_batch else 1
     in_backward, all_sizes = _gathered_in_backward(plan, model), sizes_of_units or unit_bytes(plan, model)
     for unit, sizes, backward in zip(plan.units, all_sizes, in_backward, strict=True):
         name, reduced, ranks = unit.name, sizes.reduce_input, sizes.num_shards
@@ -98,7 +100,7 @@ def estimate_communication(
         if reduced and ranks > 1:
             yield calls(reductions, "reduce_scatter", "shard", reduced, "backward", name, ranks)
         if reduced and plan.has_replicas:  # also if there is only one replica
-            yield calls(reductions, "all_reduce", "replicate", reduced // ranks, "backward", name)
+            yield calls(all_reductions, "all_reduce", "replicate", reduced // ranks, "backward", name)
     if mesh.has_model_axes:
         profile = profile_step(plan, model, workload) if profile is None else profile
         for (name, phase, call), number in axis_calls(plan, profile).items():
@@ -110,7 +112,9 @@ def estimate_communication(
             num_bytes = parameter.numel() * plan.precision.stored_dtype(parameter).itemsize
             yield calls(micro_batches, "all_reduce", "world", num_bytes, "backward")
     if plan.world_size > 1 and any(model.get_parameter(name).requires_grad for name in names):
-        yield calls(reductions, "all_reduce", "world", len(names), "backward")  # whether any rank has used each of them
+        yield calls(
+            all_reductions, "all_reduce", "world", len(names), "backward"
+        )  # whether any rank has used each of them
     if weights := fp8_gathered(plan, model):  # the largest elements, from which their scales are computed
         yield calls(1, "all_reduce", "shard", 4 * len(weights), "update")
     if workload.optimizer == "muon":

@@ -166,6 +166,8 @@ class Fsdp2Engine(Engine):
         self._reduce_input = 0
         self._all_reduced = 0
         """Bytes of all-reduced buffers that are kept until the end of backward, apart from the gradients."""
+        self._partial: dict[str, int] = {}
+        """Unit -> bytes of the gradients that are not reduced over the replicas yet."""
 
     def pre_forward(self, name: str) -> None:
         if name in self._in_backward:  # a recomputation: ``FSDPState._pre_forward`` returns
@@ -322,6 +324,10 @@ class Fsdp2Engine(Engine):
         if sizes.num_shards > 1:
             self.copy_of_collective(sizes.reduce_input)
         ledger.free("gathered", sizes.reduce_output)
+        if not self.all_reduces:
+            self._keep_partial(name, sizes.reduce_output)
+            ledger.free("grads", last)
+            return
         if sizes.reduce_output == sizes.grad_shard:
             ledger.add("grads", sizes.grad_shard)
         else:
@@ -331,7 +337,7 @@ class Fsdp2Engine(Engine):
                 self._all_reduced += sizes.reduce_output
             else:
                 ledger.free("gathered", sizes.reduce_output)
-        ledger.free("grads", last)
+        ledger.free("grads", last + self._partial.pop(name, 0))
         is_copied = self.offloads or name in self.reduced
         self.keep_reduced(name)
         if is_copied and self.plan.mesh.replicate > 1 and sizes.reduce_output == sizes.grad_shard:
@@ -339,6 +345,12 @@ class Fsdp2Engine(Engine):
             # is kept until the end of backward (``_all_reduce_state``).
             ledger.add("gathered", sizes.reduce_output)
             self._all_reduced += sizes.reduce_output
+
+    def _keep_partial(self, name: str, num_bytes: int) -> None:
+        """Keep the output of a reduce-scatter, or add it to the one of before (``_partial_reduce_output``)."""
+        if name not in self._partial:
+            self.ledger.add("grads", num_bytes)
+            self._partial[name] = num_bytes
 
 
 def _in_reduce_dtype(sizes: UnitBytes, grads: int) -> int:

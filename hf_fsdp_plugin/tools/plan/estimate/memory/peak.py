@@ -101,7 +101,8 @@ def follow_step(
     num = min(workload.accumulation, 3)  # the first, one in the middle, and the last
     last_batch = offloaded = 0  # index of the first moment, and the most bytes that activation offload moves at a time
     for number in range(num):
-        engine.syncs = workload.sync_each_batch or number == num - 1
+        engine.all_reduces = workload.sync_each_batch or number == num - 1
+        engine.syncs = engine.all_reduces or plan.spec.sharding.reduce_replicas_at_last_micro_batch
         last_batch, moved = len(ledger.moments), 0
         for stage, phase, inside in profile.walk():
             name = stage.name if stage.kind in ("post_backward", "last_post_backward") else inside[-1]

@@ -190,6 +190,7 @@ class Engine(ABC):
     Attributes:
         ledger: memory in use.
         syncs: whether gradients are reduced in the current backward.
+        all_reduces: whether they are reduced over the replicas, too.
         is_sharded: whether there are all-gathers.
         order: units in the order in which their forwards ended.
         tree_order: units in the order of the module tree, each before the units in it, without the root.
@@ -200,7 +201,7 @@ class Engine(ABC):
     def __init__(self, plan: FsdpPlan, sizes: Sequence[UnitBytes], ledger: Ledger) -> None:
         self.plan, self.ledger = plan, ledger
         self.sizes = {unit.name: unit for unit in sizes}
-        self.syncs = True
+        self.syncs = self.all_reduces = True
         self.offloads = plan.offload_params and plan.device_type != "cpu"
         self.is_sharded = plan.mesh.num_shards > 1 if plan.backend == "fsdp2" else STRATEGIES[plan.strategy].is_sharded
         self.gathered: set[str] = set()
