@@ -1,7 +1,7 @@
 """Whole weights of a model in training, one unit at a time, as an inference engine loads them.
 
 The names and shapes are those of the files that ``save_pretrained`` writes. While the tensors of a unit are used, the
-next unit is gathered, so a rank holds at most two units beside its shards.
+next unit is gathered, so a rank holds two units beside its shards.
 
 What has changed since the last time is found by hashes of the shards. Counters of changes (``Tensor._version``) would
 miss the updates of optimizers with kernels of their own, such as bitsandbytes', and changes of ``parameter.data``.
@@ -59,8 +59,9 @@ def stream_parameters(
     first tensor and the last one.
 
     The names are those of the files of ``save_pretrained``. A tied weight has one of its names. Buffers of the state
-    dict come last. A rank holds two units beside its shards if the caller keeps no tensors. The tensors are on the
-    device on which the model computes; under FSDP1 they are views of a whole unit.
+    dict come last. A rank holds two units beside its shards if the caller keeps no tensors; on a device a third
+    one, until the work on its tensors that the caller has enqueued has run. The tensors are on the device on which the
+    model computes; under FSDP1 they are views of a whole unit.
 
     Args:
         model: a model that ``accelerator.prepare`` or the Trainer has prepared. One that is not sharded is yielded too.
