@@ -19,7 +19,8 @@ def as_rank_0(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
 
     def simulate(other: Any) -> None:
         def all_gather_object(gathered: list[Any], own: Any) -> None:
-            gathered[:] = [own, other]
+            # Whether there is an error to exchange is asked first, with a list of flags.
+            gathered[:] = [own, [other is not None] if isinstance(own, list) else other]
 
         monkeypatch.setattr(dist, "is_initialized", lambda: True)
         monkeypatch.setattr(dist, "get_world_size", lambda: 2)
