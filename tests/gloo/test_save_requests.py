@@ -263,7 +263,8 @@ SCRIPT = """
     )
     trainer = Trainer(LlamaForCausalLM(LlamaConfig(**sizes)), args, train_dataset=rows, callbacks=[Slow()])
     trainer.train()
-    sys.stdout.write(f"END {RANK} {trainer.state.global_step}\n")  # at once: both ranks write to one pipe
+    line = " ".join(["END", str(RANK), str(trainer.state.global_step)]) + chr(10)
+    sys.stdout.write(line)  # at once: both ranks write to one pipe
     sys.stdout.flush()
 """
 

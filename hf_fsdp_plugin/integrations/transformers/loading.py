@@ -87,13 +87,15 @@ _OWN_LAYOUT: Final = frozenset({"distributed_config", "tp_plan", "tp_size", "dev
 def from_pretrained_on_axes(original: Callable[..., Any], kind: type, *args: Any, **kwargs: Any) -> Any:
     """Divide the layers of a model over the tensor and expert axes of the settings while it is loaded.
 
+    A mesh in the call asks for FSDP, also before the script has created its ``TrainingArguments``.
+
     Raises:
         SpecError: the sizes do not fit the world, or the installed Transformers does not have the axes.
     """
     spec = session().trainer_spec or session().ambient or FsdpSpec()
     if (mesh := _given_mesh(kwargs)) is not None:
         kwargs = {name: value for name, value in kwargs.items() if name not in ("tp_plan", "tp_size", "device_mesh")}
-    elif max(spec.mesh.tensor, spec.mesh.expert) == 1 or kwargs.keys() & _OWN_LAYOUT:
+    elif not session().is_active() or max(spec.mesh.tensor, spec.mesh.expert) == 1 or kwargs.keys() & _OWN_LAYOUT:
         return original(*args, **kwargs)
     else:
         mesh, _ = mesh_of_world(spec, launched_world_size(), "cpu" if spec.launch.use_cpu else accelerator_type())
