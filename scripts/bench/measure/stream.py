@@ -122,6 +122,7 @@ def _consume(stream: Any) -> None:
 
 
 def main() -> int:
+    parse_args()  # --help, and unknown arguments, before the restart
     restart_with_counter()
     return main_of_two_ranks(__file__, measure)
 
