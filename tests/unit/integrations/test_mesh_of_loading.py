@@ -30,6 +30,7 @@ def received(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int], **arguments
     }
     monkeypatch.setattr(session(), "ambient", load_spec(config, environ={}))
     monkeypatch.setattr(session(), "trainer_spec", None)
+    monkeypatch.setattr(session(), "uses_fsdp", True)
     monkeypatch.setenv("WORLD_SIZE", "8")
     return loading.from_pretrained_on_axes(lambda *args, **kwargs: kwargs, object, **arguments)
 
