@@ -91,9 +91,8 @@ def check_trainer_state(path: Path) -> None:
     tree = read_object(path)
     for name, value in tree.items():
         if not name.isidentifier():
-            refuse(
-                "FSDP-E453", path, f"contains the name {name!a:.60}, which the Trainer never writes.", RESUME_EARLIER
-            )
+            message = f"contains the name {name!a:.60}, which the Trainer never writes."
+            refuse("FSDP-E453", path, message, RESUME_EARLIER)
         types = _STATE_TYPES.get(name, (object,))
         if not isinstance(value, types) or (isinstance(value, bool) and name in _STATE_TYPES):
             expected = " or ".join("null" if kind is NoneType else _JSON_TYPES[kind] for kind in types)

@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from transformers import PreTrainedModel
 
+from hf_fsdp_plugin.backends.loading.equal_weights import INTEGERS
 from hf_fsdp_plugin.backends.ranks.agreement import any_rank_each, collective_call, on_all_ranks
 from hf_fsdp_plugin.backends.sharding import script_access
 from hf_fsdp_plugin.backends.sharding.buffers import persistent_buffers, send_buffers
@@ -39,8 +40,6 @@ from hf_fsdp_plugin.torch_private import fsdp1
 Tensors = dict[str, torch.Tensor]
 _HASHED: Final = 1 << 20
 """Elements that are hashed at once."""
-_WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Size of an element in bytes -> the dtype of its bits."""
 _MULTIPLIERS: Final = (-7046029254386353131, -4658895280553007687, 6364136223846793005)
 """Odd numbers: two of splitmix64's, and the multiplier of Knuth's generator MMIX."""
 
@@ -313,7 +312,7 @@ def hash_tensors(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """
     total = torch.zeros((), dtype=torch.int64, device=parts[0].device if parts else "cpu")
     for part in parts:
-        words = part.detach().contiguous().reshape(-1).view(_WORDS[part.element_size()])
+        words = part.detach().contiguous().reshape(-1).view(INTEGERS[part.element_size()])
         for chunk in words.split(_HASHED):
             factors = torch.arange(1, chunk.numel() + 1, device=chunk.device) * _MULTIPLIERS[0]
             factors = ((factors ^ (factors >> 29)) * _MULTIPLIERS[1]) | 1
