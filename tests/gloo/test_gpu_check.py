@@ -38,7 +38,7 @@ ON_DEVICE = (
 )  # fmt: skip
 """Checks whose case in the quick tests runs on the simulated device, which shows more."""
 
-ON_RANKS = ("prediction", "checkpointed_prediction")
+ON_RANKS = ("prediction", "checkpointed_prediction", "host_prediction")
 """Checks whose case in the quick tests runs on ranks of the tests."""
 
 
@@ -180,6 +180,8 @@ EVERY = [slow(name, version, "") for name in (*ON_CPU, *ON_DEVICE) for version i
 
 PREDICTIONS = [
     ("prediction", 2, "bf16"),
+    ("host_prediction", 2, "bf16"),
+    slow("host_prediction", 1, "bf16"),
     slow("prediction", 2, "fp32"),
     *(slow("prediction", 1, precision) for precision in ("fp32", "bf16")),
     *(slow("checkpointed_prediction", version, "") for version in (1, 2)),

@@ -10,6 +10,8 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+import psutil
+
 from scripts.bench.common import child_environment
 from scripts.bench.gpu_checks.base import (
     Case,
@@ -22,6 +24,8 @@ from scripts.bench.gpu_checks.base import (
     is_rank_0,
     on_accelerator,
     on_all,
+    reset_process,
+    shared_folder,
     size_for,
     torch_device,
 )
@@ -30,6 +34,8 @@ from scripts.bench.measure.memory_points import Point
 _ERROR = 0.2
 """Largest relative error of the predicted peak of allocated memory."""
 FIGURES = ("allocated", "reserved", "total")
+_PROBE = 1 << 26
+"""Bytes of the pinned tensor that shows whether pinned memory is resident."""
 
 
 @check(seconds=40, limit=200, fresh=True)
@@ -47,29 +53,85 @@ def checkpointed_prediction(case: Case) -> Case:
     return _compare(case, {"checkpointing": True})
 
 
+@check(seconds=20, limit=300, fresh=True)
+def host_prediction(case: Case) -> Case:
+    """Compare the memory of the host that offload and an asynchronous save take with the prediction.
+
+    Only on GPUs: the memory of CPU ranks and of the simulated device is memory of the host.
+    """
+    size, point = _point_of(case, size_for(case, 24, largest="0.4 B"), {"offload_params": case["offload"]})
+    predicting = start_prediction(point, case) if is_rank_0() else None
+    measured = measure_host(case, size)
+    predicted = _output_of(predicting)
+    errors = {name: round(predicted[name] / number - 1, 4) for name, number in measured.items() if predicted[name]}
+    gb = ", ".join(f"{name} {number / 1e9:.3f} GB" for name, number in measured.items())
+    text = f"{size.name}: host memory: {gb}; errors of the prediction {errors}"
+    if case["device"] == "cuda":
+        wrong = [name for name, error in errors.items() if abs(error) > _ERROR]
+        expect(not wrong, f"the prediction is not near the memory of {' and '.join(wrong)}. {text}")
+    expect(predicted["staging"] > 0, f"no memory is predicted for the copies of an asynchronous save. {text}")
+    return {
+        "text": text,
+        "errors": errors,
+        "model": size.name,
+        "predicted_bytes": predicted,
+        "measured_bytes": measured,
+    }
+
+
+def measure_host(case: Case, size: Size) -> dict[str, int]:
+    """Train and save in the background. Return the largest growth of a rank's memory of the host in bytes.
+
+    ``offload`` is the growth by three steps, ``staging`` that by the save, whose buffers stay for the next one.
+    """
+    from hf_fsdp_plugin.integrations.saving import manager
+
+    Run({**case, "offload": False}).step()  # loads kernels and libraries, which take memory of the host too
+    reset_process()
+    gc.collect()
+    begin = host_memory(case)
+    run = Run(case, size)
+    for _ in range(3):
+        run.step()
+    trained = host_memory(case)
+    with shared_folder(12 * size.num_params) as folder:
+        run.accelerator.save_state(str(folder / "saved"))
+        run.step()  # waits for the copies
+        saved = host_memory(case)
+        manager().close()
+    ranks = on_all({"offload": trained - begin, "staging": saved - trained})
+    return {name: max(rank[name] for rank in ranks) for name in ("offload", "staging")}
+
+
+def host_memory(case: Case) -> int:
+    """Return the bytes of this process in the memory of the host: resident ones, and those that torch has pinned.
+
+    Memory that the driver allocates, as torch's allocator of pinned memory asks it to, is not resident on all systems:
+    a new pinned tensor shows whether it is on this one.
+    """
+    import torch
+
+    gc.collect()
+    process = psutil.Process()
+    resident = int(process.memory_info().rss)
+    statistics = getattr(device_module(case), "host_memory_stats", None)
+    if statistics is None:
+        return resident
+    probe = torch.ones(_PROBE, dtype=torch.uint8, pin_memory=True)
+    counted = process.memory_info().rss - resident > _PROBE // 2
+    del probe
+    return resident + (0 if counted else int(statistics()["active_bytes.current"]))
+
+
 def _compare(case: Case, changed: dict[str, Any]) -> Case:
     size = size_for(case, 24)
     if changed:
         size = replace(size, micro_batch=4 * size.micro_batch)
-    c = size.config
-    attention = attention_of(case, size)
-    size = replace(size, config={**c, "attn_implementation": attention})
-    point = Point(
-        version=case["version"], strategy=case["strategy"], ranks=case["ranks"], attention=attention,
-        precision="no" if case["precision"] == "fp32" else case["precision"],
-        prefetch="none",  # as in the config of the checks
-        loop=_loop(case),
-        batch=size.micro_batch, seq=size.seq_len, layers=c["num_hidden_layers"], hidden=c["hidden_size"],
-        inter=c["intermediate_size"], vocab=c["vocab_size"], heads=c["num_attention_heads"],
-        kv_heads=c["num_key_value_heads"], **changed,
-    )  # fmt: skip
+    size, point = _point_of(case, size, changed)
     predicting = start_prediction(point, case) if is_rank_0() else None
     settings = {"fsdp_activation_checkpointing": "checkpointing" in changed}
     measured = measure({**case, "settings": settings}, size) if on_accelerator(case) else {}
-    output = predicting.communicate(timeout=180) if predicting is not None else ("", "")
-    code, (out, err) = broadcast((predicting.returncode if predicting is not None else 0, output))
-    expect(code == 0, f"the prediction failed: {err[-1500:]}")
-    predicted = json.loads(out.splitlines()[-1])
+    predicted = _output_of(predicting)
     found = {"model": size.name, "point": str(point), "predicted_bytes": predicted, "measured_bytes": measured}
     if not measured:
         expect(predicted["allocated"] > 0, f"{predicted}")
@@ -79,6 +141,31 @@ def _compare(case: Case, changed: dict[str, Any]) -> Case:
     text = f"{size.name}: {gb}; errors of the prediction {errors}"
     expect(abs(errors["allocated"]) <= _ERROR, f"the prediction is not near the peak. {text}")
     return {"text": text, "errors": errors, **found}
+
+
+def _point_of(case: Case, size: Size, changed: dict[str, Any]) -> tuple[Size, Point]:
+    """Return a size with the attention of the device, and the point of the prediction for it."""
+    c = size.config
+    attention = attention_of(case, size)
+    point = Point(
+        version=case["version"], strategy=case["strategy"], ranks=case["ranks"], attention=attention,
+        precision="no" if case["precision"] == "fp32" else case["precision"],
+        prefetch="none",  # as in the config of the checks
+        loop=_loop(case),
+        batch=size.micro_batch, seq=size.seq_len, layers=c["num_hidden_layers"], hidden=c["hidden_size"],
+        inter=c["intermediate_size"], vocab=c["vocab_size"], heads=c["num_attention_heads"],
+        kv_heads=c["num_key_value_heads"], **changed,
+    )  # fmt: skip
+    return replace(size, config={**c, "attn_implementation": attention}), point
+
+
+def _output_of(predicting: subprocess.Popen[str] | None) -> dict[str, int]:
+    """Return what predict.py has printed for rank 0. Collective."""
+    output = predicting.communicate(timeout=180) if predicting is not None else ("", "")
+    code, (out, err) = broadcast((predicting.returncode if predicting is not None else 0, output))
+    expect(code == 0, f"the prediction failed: {err[-1500:]}")
+    printed: dict[str, int] = json.loads(out.splitlines()[-1])
+    return printed
 
 
 def _loop(case: Case) -> Any:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import sys
 
-from scripts.bench.measure.memory_points import Point, make_model, make_spec, make_workload, parse_point
+from scripts.bench.measure.memory_points import Point, make_model, make_settings, make_workload, parse_point
 
 
 def predict(point: Point, device_type: str, capability: float | None = None) -> dict[str, int | None]:
     """Return the predicted bytes; ``None`` for no prediction.
 
     Allocated and reserved memory are without the workspaces of cuBLAS; the total has all that the driver counts.
+    ``offload`` and ``staging`` are memory of the host: of offload, and of the copies of an asynchronous save.
     """
     from dataclasses import replace
 
@@ -23,7 +24,9 @@ def predict(point: Point, device_type: str, capability: float | None = None) -> 
 
     with torch.device("meta"):
         model = make_model(point)
-    spec = make_spec(point, use_cpu=device_type == "cpu")
+    settings = make_settings(point, use_cpu=device_type == "cpu")
+    settings["fsdp_config"]["fsdp_async_save"] = True  # as in the config of the checks
+    spec = hfp.load_spec(settings)
     plan = hfp.resolve(spec, model, world_size=point.ranks, device_type=device_type)
     # Of its other figures, only the speed of the links matters, which is unknown here: NVLink needs more memory.
     machine = replace(machine_named("h100-sxm"), capability=capability)
@@ -34,6 +37,8 @@ def predict(point: Point, device_type: str, capability: float | None = None) -> 
         "allocated": (estimate.peak.bytes if device is None else device.allocated) - workspaces,
         "reserved": None if device is None else device.reserved - workspaces,
         "total": None if device is None else device.total,
+        "offload": estimate.offload_bytes,
+        "staging": estimate.staging_bytes,
     }
 
 
