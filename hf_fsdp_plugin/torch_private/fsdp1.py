@@ -357,6 +357,8 @@ class FlatGradients:
 
     def unused(self) -> list[int]:
         """Return the positions of the parameters that had no gradient before, and got none of this rank."""
+        if len(self._used) == self.num_parameters:
+            return []
         return [
             position
             for position, had_gradient in enumerate(self._had_gradient)
@@ -398,9 +400,10 @@ class FlatGradients:
         split.register_prehook(self._record)
 
     def _record(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
-        if not self._had_gradient:
+        used = [index for index, output in enumerate(self._outputs) if gradients[output] is not None]
+        self._used.update(used)
+        if not self._had_gradient and len(used) < self.num_parameters:
             self._had_gradient = [parameter.grad is not None for parameter in self._parameters]
-        self._used.update(index for index, output in enumerate(self._outputs) if gradients[output] is not None)
 
 
 def watch_gradients(model: nn.Module) -> list[FlatGradients]:

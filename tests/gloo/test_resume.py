@@ -288,7 +288,7 @@ def train_loop(folder: str, num_restarts: int, until: int, length: str, accumula
 
 @pytest.mark.parametrize(
     ("length", "accumulation", "version"),
-    [("ranks", 1, 2), ("batches", 2, 2), slow("torch", 1, 2), slow("ranks", 1, 1), slow("batches", 2, 1)],
+    [("ranks", 1, 2), slow("batches", 2, 2), ("torch", 1, 2), slow("ranks", 1, 1), slow("batches", 2, 1)],
 )
 def test_loop_with_fewer_ranks_keeps_samples_and_schedule(
     two_ranks: Ranks, four_ranks: Ranks, tmp_path: Path, length: str, accumulation: int, version: int

@@ -143,8 +143,8 @@ def _factors(scheduler: Any, steps: int) -> list[float] | None:
         return None
 
 
-def _is_same(factors: list[float] | None, saved: list[float] | None) -> bool:
-    """Return whether two schedules are known to be equal."""
+def _is_same(factors: list[float] | None, saved: list[float] | None) -> bool | None:
+    """Return whether two schedules are equal; ``None`` if the factors of one of them are unknown."""
     if factors is None or saved is None:
-        return False
+        return None
     return all(math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-9) for a, b in zip(factors, saved, strict=True))
