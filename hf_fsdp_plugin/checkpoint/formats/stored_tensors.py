@@ -48,7 +48,7 @@ class StoredPiece(NamedTuple):
 
     def stop(self, dtype: str) -> int:
         """Return the byte offset in the file after the piece."""
-        span = boxes.element_span(self.strides, self.box.sizes) * dtypes.dtype_size(dtype)
+        span = boxes.element_span(self.strides, self.box.sizes) * dtypes.SIZES[dtype]
         return self.offset + (self.archive or span)
 
 
@@ -72,11 +72,11 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * dtypes.dtype_size(self.dtype)
+        return math.prod(self.shape) * dtypes.SIZES[self.dtype]
 
     def uncovered(self) -> int:
         """Return the number of elements that are in no piece."""
-        return boxes.count_uncovered(self.shape, [piece.box for piece in self.pieces])
+        return math.prod(self.shape) - sum(piece.box.numel for piece in self.pieces)
 
     def files(self) -> set[str]:
         """Return the files of the pieces."""
@@ -93,7 +93,7 @@ class StoredTensor:
                 found = self.open_archive(self, piece) if piece.archive and self.open_archive is not None else piece
                 ahead = zip(common.offsets, found.box.offsets, found.strides, strict=True)
                 first = sum((here - origin) * stride for here, origin, stride in ahead)
-                yield found, common, found.offset + first * dtypes.dtype_size(self.dtype)
+                yield found, common, found.offset + first * dtypes.SIZES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,13 +221,13 @@ def _group(group: Any, root: Path) -> dict[str, Any]:
 
 def _number(tensor: StoredTensor, root: Path) -> Any:
     """Return the value of a scalar tensor, such as a learning rate; other tensors are returned unchanged."""
-    if math.prod(tensor.shape) != 1 or tensor.dtype != str(dtypes.numpy_dtype(tensor.dtype)):
+    if math.prod(tensor.shape) != 1 or tensor.dtype.startswith(("bfloat16", "float8")):  # which numpy does not have
         return tensor
     import numpy
 
     piece, _, offset = next(tensor.parts_of(boxes.whole_box(tensor.shape)))
-    data = read_range(root / piece.file, offset, dtypes.dtype_size(tensor.dtype))
-    return numpy.frombuffer(data, dtypes.numpy_dtype(tensor.dtype))[0].item()
+    data = read_range(root / piece.file, offset, dtypes.SIZES[tensor.dtype])
+    return numpy.frombuffer(data, numpy.dtype(tensor.dtype).newbyteorder("<"))[0].item()
 
 
 def tensor_in_file(

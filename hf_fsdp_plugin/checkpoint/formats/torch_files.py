@@ -138,7 +138,7 @@ class TorchZip:
             # torch does not write a record for an empty storage.
             return self._start
         name = f"data/{tensor.storage.key}"
-        (start, stop), width = self._record(name), dtypes.dtype_size(tensor.dtype)
+        (start, stop), width = self._record(name), dtypes.SIZES[tensor.dtype]
         num_bytes = stop - start
         needed = (tensor.offset + boxes.element_span(tensor.strides, tensor.shape)) * width
         if needed > num_bytes:

@@ -419,10 +419,10 @@ def _divided(
             message = f"has {found.numel:,} elements of {vector} in {found.dtype}; "
             message += f"{at + end - begin:,} in {dtype} were expected."
             errors.refuse("FSDP-E459", ranks.root / found.file, message, errors.COPY_ALL_RANKS)
-        offset = found.offset + at * dtypes.dtype_size(dtype)
+        offset = found.offset + at * dtypes.SIZES[dtype]
         for run in boxes.flat_range(shape, begin, end):
             pieces.append(stored_tensors.StoredPiece(run, found.file, offset, boxes.row_major(run.sizes)))
-            offset += run.numel * dtypes.dtype_size(dtype)
+            offset += run.numel * dtypes.SIZES[dtype]
     return stored_tensors.StoredTensor(name, dtype, shape, tuple(pieces))
 
 
