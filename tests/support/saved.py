@@ -12,8 +12,7 @@ import numpy
 from safetensors.numpy import save_file
 
 from hf_fsdp_plugin.checkpoint.formats import manifest as manifests
-from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord, Manifest, record_file
-from hf_fsdp_plugin.checkpoint.hashes import hash_file
+from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord, Manifest, hash_file, record_file
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.tools.verify.verification import Verdict, verify
 

@@ -39,7 +39,12 @@ def check_trainer_checkpoint(checkpoint: Path, *, model_only: bool) -> Problem |
     config, state = checkpoint / "config.json", checkpoint / file_names.TRAINER_STATE
     if config.exists():
         read_object(config)
-    missing = _missing_states(checkpoint)
+    found = (
+        read_stored_optimizer(checkpoint) is not None,
+        (checkpoint / file_names.TRAINER_SCHEDULE).is_file(),
+        any(path.is_file() for path in checkpoint.glob(f"{file_names.TRAINER_RNG}*.pth")),
+    )
+    missing = tuple(name for name, is_found in zip(_MODEL_ONLY, found, strict=True) if not is_found)
     if state.exists():
         check_trainer_state(state)
     else:
@@ -57,16 +62,6 @@ _REMEDY: Final = (
     "Resume from a checkpoint that was saved with save_only_model=False. To train its weights with a new optimizer, "
     "load them with from_pretrained, and call train() without resume_from_checkpoint."
 )
-
-
-def _missing_states(checkpoint: Path) -> tuple[str, ...]:
-    """Return what is missing, as regular files, of optimizer, schedule and random state."""
-    found = (
-        read_stored_optimizer(checkpoint) is not None,
-        (checkpoint / file_names.TRAINER_SCHEDULE).is_file(),
-        any(path.is_file() for path in checkpoint.glob(f"{file_names.TRAINER_RNG}*.pth")),
-    )
-    return tuple(name for name, is_found in zip(_MODEL_ONLY, found, strict=True) if not is_found)
 
 
 _STATE_TYPES: Final[dict[str, tuple[type, ...]]] = {

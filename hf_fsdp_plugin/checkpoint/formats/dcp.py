@@ -55,18 +55,14 @@ def _folder(checkpoint: Path, name: str) -> Path | None:
     return None
 
 
-def _prefix(root: Path, folder: Path) -> str:
-    """Return the prefix that makes the names of the folder's files relative to the checkpoint."""
-    return "" if folder == root else f"{folder.relative_to(root).as_posix()}/"
-
-
 @without_collection()
 def _read_metadata(root: Path, folder: Path) -> StoredState:
     place = folder / DCP_METADATA
     metadata = pickles.read_pickle(read_file(place), place)
     archives = _Archives(root)
+    prefix = "" if folder == root else f"{folder.relative_to(root).as_posix()}/"
     try:
-        entries = _parse_metadata(metadata, _prefix(root, folder), archives)
+        entries = _parse_metadata(metadata, prefix, archives)
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
         message = f"is not in the form that torch.distributed.checkpoint writes ({type(error).__name__}: {error})."
         refuse("FSDP-E453", place, message)

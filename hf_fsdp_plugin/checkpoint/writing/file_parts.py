@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -82,6 +82,12 @@ class FilePart:
     def span(self) -> int:
         """Size in bytes of the aligned memory that holds all windows."""
         return sum(window.span for window in self.windows)
+
+    def windows_in(self, memory: torch.Tensor) -> Generator[tuple[Window, torch.Tensor]]:
+        """Yield the windows with the memory that begins with their first page, in memory that holds all of them."""
+        for window in self.windows:
+            yield window, memory
+            memory = memory[window.span :]
 
 
 def whole_file(path: str, items: Iterable[Item]) -> FilePart:

@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 
 from hf_fsdp_plugin.checkpoint.file_io import PAGE, OutputFile, round_up
-from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord
-from hf_fsdp_plugin.checkpoint.hashes import hash_bytes
+from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord, hash_bytes
 from hf_fsdp_plugin.checkpoint.writing.file_parts import WINDOW, FilePart, Window, copy_window, on_accelerator
 from hf_fsdp_plugin.checkpoint.writing.staging_buffers import StagingBuffers
 from hf_fsdp_plugin.devices import DEVICES, DeviceEvent, available_device
@@ -41,7 +40,7 @@ class PartWriter:
         """Write the parts that were copied to ``memory``. Does not access the model's tensors."""
         records = []
         for part in parts:
-            records.append(_write_part(root, part, _staged(part, memory)))
+            records.append(_write_part(root, part, part.windows_in(memory)))
             memory = memory[part.span :]
         return records
 
@@ -73,12 +72,6 @@ class PartWriter:
             device.record_event().synchronize()  # the caller may have failed to write
 
 
-def _staged(part: FilePart, memory: torch.Tensor) -> Generator[_Filled]:
-    for window in part.windows:
-        yield window, memory
-        memory = memory[window.span :]
-
-
 def _write_part(
     root: Path, part: FilePart, windows: Generator[_Filled], update: Callable[[int], object] = lambda _: None
 ) -> FileRecord:
@@ -86,7 +79,7 @@ def _write_part(
     path, ranges = root / part.path, []
     path.parent.mkdir(parents=True, exist_ok=True)
     # Another rank may have created a shared file already, so it is not truncated.
-    with closing(OutputFile(path)) as file, closing(windows):
+    with OutputFile(path) as file, closing(windows):
         file.resize(part.size)
         for window, memory in windows:
             view = memoryview(memory.numpy().data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -87,7 +88,7 @@ def test_failed_write_waits_for_copies_to_its_memory(
     stream: Stream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*args: Any, **kwargs: Any) -> None:
-        raise OSError("disk full")
+        raise OSError(errno.ENOSPC, "disk full")
 
     monkeypatch.setattr(part_writer, "_write_window", failing)
     with pytest.raises(OSError, match="disk full"):
