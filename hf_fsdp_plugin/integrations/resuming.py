@@ -267,27 +267,23 @@ def _highest_numbered(run: Path, prefix: str) -> Path | None:
 
 def _last_saved(place: str, prefix: str, *, this_run: bool, training: int | None = None) -> Path | str | None:
     """Return the complete checkpoint with a manifest that was saved last, whatever its name: in a folder or storage."""
-    folder = Path(place)
+    folder, saved = Path(place), dict[str, tuple[Mapping[str, Any], str]]()  # name -> its run, and when it was saved
     if is_url(place):
-        stored = [
-            (_run_steps(marker.get("run", {})) if this_run else 0, str(marker.get("created")), name)
-            for name, marker in Storage(place).checkpoints().items()
-            if name.startswith(prefix) and (not this_run or _is_of_this_run(marker.get("run", {}), training))
-        ]
-        return _first_stored(place, [name for *_, name in sorted(stored, reverse=True)])
-    if not folder.is_dir():
-        return None
-    recover_run(folder, prefix)
+        markers = Storage(place).checkpoints()
+        saved = {name: (marker.get("run", {}), str(marker.get("created"))) for name, marker in markers.items()}
+    elif folder.is_dir():
+        recover_run(folder, prefix)
+        for path in folder.glob(f"{prefix}*"):
+            if path.is_dir() and not path.name.startswith(".") and (manifest := readable_manifest(path)) is not None:
+                saved[path.name] = manifest.run, manifest.created
     candidates = []
-    for path in folder.iterdir():
-        if path.name.startswith(".") or not path.name.startswith(prefix) or not path.is_dir():
-            continue
-        manifest = readable_manifest(path)
-        if manifest is not None and (not this_run or _is_of_this_run(manifest.run, training)):
-            number = re.search(r"(\d+)$", path.name)
-            order = (manifest.created, int(number[1]) if number is not None else -1, path)
-            candidates.append((_run_steps(manifest.run) if this_run else 0, *order))
-    return _first_complete(path for *_, path in sorted(candidates, reverse=True))
+    for name, (run, created) in saved.items():
+        if name.startswith(prefix) and (not this_run or _is_of_this_run(run, training)):
+            number = re.search(r"(\d+)$", name)
+            order = created, int(number[1]) if number is not None else -1, name
+            candidates.append((_run_steps(run) if this_run else 0, *order))
+    names = [name for *_, name in sorted(candidates, reverse=True)]
+    return _first_stored(place, names) if is_url(place) else _first_complete(folder / name for name in names)
 
 
 def _first_stored(storage: str, names: Iterable[str]) -> str | None:
@@ -369,7 +365,8 @@ def warn_differences(path: Path, batch: dict[str, Any]) -> None:
     world_size = dist.get_world_size()
     if manifest is None and dist.get_rank() != 0:
         return  # only rank 0, which prints, lists the folder
-    num_saved = manifest.world_size if manifest is not None else _num_random_states(path)
+    random_states = [*path.glob(f"{TRAINER_RNG}*"), *path.glob(f"{ACCELERATE_RNG}*")] if manifest is None else []
+    num_saved = manifest.world_size if manifest is not None else len(random_states)
     if num_saved != world_size:
         message = f"{path} has the random state of {plural(num_saved, 'rank')}, but this run has "
         message += f"{plural(world_size, 'rank')}: dropout and other random operations differ from those of the "
@@ -377,8 +374,3 @@ def warn_differences(path: Path, batch: dict[str, Any]) -> None:
         print_once(Problem(code="FSDP-W433", message=message))
     if manifest is not None and (problem := samples_problem(path, manifest.batch, batch)) is not None:
         print_once(problem)
-
-
-def _num_random_states(path: Path) -> int:
-    """Return the number of ranks whose random state is in a folder."""
-    return sum(1 for stem in (TRAINER_RNG, ACCELERATE_RNG) for _ in path.glob(f"{stem}*"))
