@@ -7,9 +7,9 @@
     s3://bucket/run/checkpoint-20/FILES/…                the files of the checkpoint, and its manifest
     s3://bucket/run/checkpoint-20/FILES/.parts/rank3…    what rank 3 has uploaded, until the commit
 
-Ranks write their files to their machine's disk, and upload them in the background (``stored_staging_folder``). No
-object is written twice: each save has its own name for FILES, and the last object, ``complete.json``, selects it. So an
-interrupted save changes no checkpoint, also none of the same step.
+Ranks write their files to their machine's disk, and upload them in the background (``StoredStaging`` in
+``writing/staging_folder.py``). No object is written twice: each save has its own name for FILES, and the last object,
+``complete.json``, selects it. So an interrupted save changes no checkpoint, also none of the same step.
 
 A reader gets a folder on its own disk with the manifest and the small files, in which each file of shards is a hole of
 its size. ``file_io.open_for_reading`` reads these from the storage, so that each rank gets the ranges that it needs.

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from hf_fsdp_plugin.checkpoint.formats.boxes import relative_slices, whole_box
-from hf_fsdp_plugin.checkpoint.formats.dtypes import SIZES
-from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredTensor
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import SIZES, StoredTensor
 
 
 def assembled(root: Path, tensor: StoredTensor) -> np.ndarray:

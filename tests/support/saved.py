@@ -94,7 +94,7 @@ def write_shards(
 
     from hf_fsdp_plugin.checkpoint.saved_state import ModelShards, OptimizerShards
     from hf_fsdp_plugin.checkpoint.writing.dcp_files import complete_folders
-    from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter
+    from hf_fsdp_plugin.checkpoint.writing.file_parts import PartWriter
     from hf_fsdp_plugin.checkpoint.writing.state_files import model_files, optimizer_files
 
     records, entries = [], []

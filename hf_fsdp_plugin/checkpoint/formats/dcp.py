@@ -16,8 +16,8 @@ from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN, file_problems_inside, r
 from hf_fsdp_plugin.checkpoint.file_io import InputFiles, read_file, without_collection
 from hf_fsdp_plugin.checkpoint.formats import pickles, stored_tensors
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, element_span, is_within, row_major, whole_box
-from hf_fsdp_plugin.checkpoint.formats.dtypes import SIZES
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import (
+    SIZES,
     StatePath,
     StoredPiece,
     StoredState,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_fsdp_plugin.checkpoint.errors import refuse
 from hf_fsdp_plugin.checkpoint.file_io import without_collection
-from hf_fsdp_plugin.checkpoint.formats.dtypes import SIZES
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import SIZES
 
 
 class PickledStorage(NamedTuple):

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO, Final, NamedTuple
 
 from safetensors import SafetensorError, safe_open
@@ -28,14 +29,19 @@ from hf_fsdp_plugin.checkpoint import errors
 from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.file_io import object_in, open_for_reading, read_file
 from hf_fsdp_plugin.checkpoint.formats import boxes, stored_tensors
-from hf_fsdp_plugin.checkpoint.formats.dtypes import SAFETENSORS_NAMES, SIZES
-from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredPiece, StoredState, StoredTensor
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import SIZES, StoredPiece, StoredState, StoredTensor
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_names, plural
 
 _SHARDING_INFO: Final = "DCP_SHARDING_INFO"
 """The entry with the offsets of boxes in the header of a file that torch's ``HuggingFaceStorageWriter`` has written."""
-DTYPES = {
+SAFETENSORS_NAMES: Final[Mapping[str, str]] = MappingProxyType({
+    "complex64": "C64", "float64": "F64", "int64": "I64", "uint64": "U64", "float32": "F32", "int32": "I32",
+    "uint32": "U32", "bfloat16": "BF16", "float16": "F16", "int16": "I16", "uint16": "U16", "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0", "int8": "I8", "uint8": "U8",
+})  # fmt: skip
+"""Type -> its name in the headers of safetensors files that this package writes."""
+_DTYPES: Final = {
     **{name: dtype for dtype, name in SAFETENSORS_NAMES.items()},
     "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
@@ -75,7 +81,7 @@ def read_entries(path: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     header.pop("__metadata__", None)
     entries = {}
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        dtype = DTYPES.get(entry["dtype"], entry["dtype"])
+        dtype = _DTYPES.get(entry["dtype"], entry["dtype"])
         if dtype not in SIZES:
             errors.refuse("FSDP-E453", path, f"has tensor {name!r} of the unknown element type {dtype!r}.")
         entries[name] = TensorEntry(dtype, tuple(entry["shape"]), begin + entry["data_offsets"][0])

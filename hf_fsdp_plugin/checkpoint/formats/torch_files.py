@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, Final, NoReturn
 from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.errors import COPY_ALL_RANKS, file_problems_inside, problem, raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.file_io import open_for_reading, read_into
-from hf_fsdp_plugin.checkpoint.formats import boxes, dtypes, pickles, stored_tensors
+from hf_fsdp_plugin.checkpoint.formats import boxes, pickles, stored_tensors
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box
 from hf_fsdp_plugin.checkpoint.formats.pickles import Distributed, PickledTensor
 from hf_fsdp_plugin.checkpoint.formats.safetensors import read_weight_map
@@ -138,7 +138,7 @@ class TorchZip:
             # torch does not write a record for an empty storage.
             return self._start
         name = f"data/{tensor.storage.key}"
-        (start, stop), width = self._record(name), dtypes.SIZES[tensor.dtype]
+        (start, stop), width = self._record(name), stored_tensors.SIZES[tensor.dtype]
         num_bytes = stop - start
         needed = (tensor.offset + boxes.element_span(tensor.strides, tensor.shape)) * width
         if needed > num_bytes:

@@ -36,10 +36,9 @@ from hf_fsdp_plugin.checkpoint.storage import Storage
 from hf_fsdp_plugin.checkpoint.writing import state_files
 from hf_fsdp_plugin.checkpoint.writing.copies import ShardCopies
 from hf_fsdp_plugin.checkpoint.writing.dcp_files import FolderEntries, StateFiles, complete_folders
-from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter
+from hf_fsdp_plugin.checkpoint.writing.file_parts import PartWriter
 from hf_fsdp_plugin.checkpoint.writing.staging_buffers import StagingBuffers
-from hf_fsdp_plugin.checkpoint.writing.staging_folder import RankRecord, StagingFolder
-from hf_fsdp_plugin.checkpoint.writing.stored_staging_folder import StoredStaging
+from hf_fsdp_plugin.checkpoint.writing.staging_folder import RankRecord, StagingFolder, StoredStaging
 from hf_fsdp_plugin.devices import available_device
 from hf_fsdp_plugin.host_memory import available_memory
 from hf_fsdp_plugin.messages import print_once

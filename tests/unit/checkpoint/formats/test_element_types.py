@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_fsdp_plugin.checkpoint.formats.dtypes import SIZES
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import SIZES
 
 
 @pytest.mark.parametrize("name", sorted(SIZES))

@@ -8,8 +8,14 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from hf_fsdp_plugin.checkpoint.formats.dtypes import SAFETENSORS_NAMES, SIZES
-from hf_fsdp_plugin.checkpoint.formats.safetensors import SafetensorsFile, index_text, num_bytes, plan_files
+from hf_fsdp_plugin.checkpoint.formats.safetensors import (
+    SAFETENSORS_NAMES,
+    SafetensorsFile,
+    index_text,
+    num_bytes,
+    plan_files,
+)
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import SIZES
 from hf_fsdp_plugin.problems import CheckpointError
 
 GB = 10**9
