@@ -22,12 +22,7 @@ from typing import Any, Final, TypeVar
 import torch.distributed as dist
 
 from hf_fsdp_plugin.backends.ranks import agreement
-from hf_fsdp_plugin.checkpoint.checking.inspection import (
-    by_number,
-    first_complete,
-    numbered_checkpoints,
-    why_incomplete,
-)
+from hf_fsdp_plugin.checkpoint.checking import inspection
 from hf_fsdp_plugin.checkpoint.folders import check_visible, recover_interrupted_commit, recover_run
 from hf_fsdp_plugin.checkpoint.formats.known_formats import refuse_deepspeed
 from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest, readable_manifest
@@ -142,7 +137,7 @@ def find_checkpoint(
 
     def select() -> Path | str | None:
         if selected is None:
-            names = by_number(Storage(setting.storage).checkpoints(), prefix) if setting.storage else []
+            names = inspection.by_number(Storage(setting.storage).checkpoints(), prefix) if setting.storage else []
             stored = _first_stored(setting.storage, names)
             return stored if stored is not None or run is None else _highest_numbered(run, prefix)
         if (url := stored_url(selected, setting.storage)) is not None:
@@ -150,7 +145,7 @@ def find_checkpoint(
         path = Path(selected)
         recover_interrupted_commit(path)
         refuse_deepspeed(path)
-        reason = why_incomplete(path) if path.is_dir() else "the folder does not exist"
+        reason = inspection.why_incomplete(path) if path.is_dir() else "the folder does not exist"
         if reason is not None:
             message = f"{path} is not a complete checkpoint: {reason}"
             raise CheckpointError([Problem(code="FSDP-E431", message=message, fix=fix)])
@@ -254,10 +249,10 @@ def on_rank_0(look: Callable[[], T]) -> T:
 def _highest_numbered(run: Path, prefix: str) -> Path | None:
     """Return the complete checkpoint with the highest number. Raises ``CheckpointError`` if all are incomplete."""
     recover_run(run, prefix)
-    numbered = numbered_checkpoints(run, prefix)
+    numbered = inspection.numbered_checkpoints(run, prefix)
     for newest in numbered[:1]:
         refuse_deepspeed(newest)
-    found = _first_complete(numbered)
+    found = inspection.first_complete(numbered, _report_skipped)
     if found is None and numbered:
         message = f"none of the {len(numbered)} checkpoints in {run} is complete."
         fix = "Restore one from a backup, or start without resuming."
@@ -283,7 +278,9 @@ def _last_saved(place: str, prefix: str, *, this_run: bool, training: int | None
             order = created, int(number[1]) if number is not None else -1, name
             candidates.append((_run_steps(run) if this_run else 0, *order))
     names = [name for *_, name in sorted(candidates, reverse=True)]
-    return _first_stored(place, names) if is_url(place) else _first_complete(folder / name for name in names)
+    if is_url(place):
+        return _first_stored(place, names)
+    return inspection.first_complete((folder / name for name in names), _report_skipped)
 
 
 def _first_stored(storage: str, names: Iterable[str]) -> str | None:
@@ -294,18 +291,14 @@ def _first_stored(storage: str, names: Iterable[str]) -> str | None:
         except CheckpointError as error:
             if error.problems[0].code != "FSDP-E470":
                 raise
-            print_once(Problem(code="FSDP-W432", message=f"{url} is skipped: {error.problems[0].message}"))
+            _report_skipped(url, error.problems[0].message)
         else:
             return url
     return None
 
 
-def _first_complete(paths: Iterable[Path]) -> Path | None:
-    """Return the first checkpoint that is complete, and report those before it."""
-    found, skipped = first_complete(paths)
-    for path, reason in skipped:
-        print_once(Problem(code="FSDP-W432", message=f"{path} is skipped: {reason}"))
-    return found
+def _report_skipped(checkpoint: Path | str, reason: str) -> None:
+    print_once(Problem(code="FSDP-W432", message=f"{checkpoint} is skipped: {reason}"))
 
 
 def run_fact() -> dict[str, Any]:

@@ -13,7 +13,7 @@ import re
 import stat
 import zipfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import NoneType
 from typing import Any, Final
@@ -53,15 +53,13 @@ def completeness_problems(folder: Path) -> list[Problem]:
         return list(error.problems)
 
 
-def first_complete(folders: Iterable[Path]) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """Return the first folder that is a complete checkpoint, and those before it with the reasons."""
-    skipped: list[tuple[Path, str]] = []
+def first_complete(folders: Iterable[Path], skip: Callable[[Path, str], object]) -> Path | None:
+    """Return the first folder that is a complete checkpoint. Calls ``skip`` with each one before it and the reason."""
     for folder in folders:
-        reason = why_incomplete(folder)
-        if reason is None:
-            return folder, skipped
-        skipped.append((folder, reason))
-    return None, skipped
+        if (reason := why_incomplete(folder)) is None:
+            return folder
+        skip(folder, reason)
+    return None
 
 
 def numbered_checkpoints(run_folder: Path, prefix: str) -> list[Path]:

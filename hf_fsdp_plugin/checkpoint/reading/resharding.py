@@ -177,11 +177,6 @@ def load_model(
     return IncompatibleKeys(missing, [])
 
 
-def _without_adapter(name: str, adapter: str) -> str:
-    """Return the name in PEFT's files: ``…q_proj.lora_A.default.weight`` -> ``…q_proj.lora_A.weight``."""
-    return re.sub(rf"(\.modules_to_save)?\.{re.escape(adapter)}(?=\.|$)", "", name)
-
-
 def _match_model(
     model: nn.Module, place: Path, stored: StoredModel, *, adapter_only: bool
 ) -> tuple[ReadElements, list[str]]:
@@ -203,8 +198,10 @@ def _match_model(
         optional = {shard.name for shard in shards.tensors if shard.frozen}
         optional |= {name for name, _ in persistent_buffers(model)}
         for adapter in getattr(inner, "peft_config", {}):
+            # Names in PEFT's files: …q_proj.lora_A.default.weight -> …q_proj.lora_A.weight
+            pattern = rf"(\.modules_to_save)?\.{re.escape(adapter)}(?=\.|$)"
             for known in names.values():
-                known += [short for name in known if (short := _without_adapter(name, adapter)) != name]
+                known += [short for name in known if (short := re.sub(pattern, "", name)) != name]
     ignored = getattr(inner, "_keys_to_ignore_on_load_unexpected", None) or ()  # mostly old buffers
     found = {own: next((name for name in known if name in stored.tensors), None) for own, known in names.items()}
     pairs = [(shard, stored.tensors[name]) for shard in shards.tensors if (name := found[shard.name]) is not None]

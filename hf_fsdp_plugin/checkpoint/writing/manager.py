@@ -481,14 +481,10 @@ def hooks_of(save: Save, poll: Callable[[], object], marker: Path | None) -> Exi
         if next(steps) % interval == 0:  # at the same step on all ranks
             poll()
 
-    def remove_marker() -> None:
-        with suppress(OSError):
-            if marker is not None:
-                marker.unlink(missing_ok=True)
-
     hooks = ExitStack()
-    hooks.callback(remove_marker)
     if marker is not None:
+        hooks.enter_context(suppress(OSError))
+        hooks.callback(marker.unlink, missing_ok=True)
         with suppress(OSError):
             marker.touch()
     hooks.callback(before_each_step(lambda *_: save.copies.wait_in_stream()))
