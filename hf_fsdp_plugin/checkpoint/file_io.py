@@ -153,9 +153,9 @@ def write_atomically(path: Path, *parts: bytes | str, preserve: bool = False) ->
 
 
 class OutputFile:
-    """A file that is open for writing. Whole pages bypass the page cache if the file system supports that.
+    """A file that is open for writing, in a ``with`` block. Whole pages bypass the page cache if that is supported.
 
-    Errors of the operating system contain the file name.
+    Errors of the operating system in the block contain the file name.
     """
 
     def __init__(self, path: Path) -> None:
@@ -164,9 +164,14 @@ class OutputFile:
         with suppress(OSError):
             self._direct = os.open(path, os.O_WRONLY | DIRECT) if DIRECT else None
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         os.close(self._descriptor)
         self._use_page_cache()
+        if isinstance(error, OSError) and error.filename is None:  # calls that take a descriptor do not add it
+            error.filename = str(self._path)
 
     def _use_page_cache(self) -> None:
         """Use the page cache from now on, because the file system does not support direct writes."""
@@ -175,36 +180,23 @@ class OutputFile:
         self._direct = None
 
     def resize(self, size: int) -> None:
-        with self._named_errors():
-            os.ftruncate(self._descriptor, size)
+        os.ftruncate(self._descriptor, size)
 
     def sync(self) -> None:
-        with self._named_errors():
-            os.fsync(self._descriptor)
+        os.fsync(self._descriptor)
 
     def write(self, view: memoryview, offset: int) -> None:
         """Write ``view`` at byte ``offset``. Whole pages are written directly; their memory must be page-aligned."""
         while view:
             direct = self._direct if offset % PAGE == 0 and len(view) % PAGE == 0 else None
             try:
-                with self._named_errors():
-                    count = os.pwrite(self._descriptor if direct is None else direct, view, offset)
+                count = os.pwrite(self._descriptor if direct is None else direct, view, offset)
             except OSError as error:
                 if direct is None or error.errno not in UNSUPPORTED:
                     raise
                 self._use_page_cache()
                 continue
             view, offset = view[count:], offset + count
-
-    @contextmanager
-    def _named_errors(self) -> Iterator[None]:
-        """Add the file name to errors of calls that take a descriptor."""
-        try:
-            yield
-        except OSError as error:
-            if error.filename is None:
-                error.filename = str(self._path)
-            raise
 
 
 class InputFiles:
@@ -268,8 +260,14 @@ def without_collection() -> Iterator[None]:
 
 def object_in(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file that is only described; empty if it cannot be read or is no object."""
-    try:
-        tree = json.loads(read_file(path))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return tree if isinstance(tree, dict) else {}
+    with suppress(OSError):
+        return parse_object(read_file(path))
+    return {}
+
+
+def parse_object(data: bytes) -> dict[str, Any]:
+    """Return a JSON object; empty for anything else, such as half of an object."""
+    with suppress(ValueError, RecursionError):
+        tree = json.loads(data)
+        return tree if isinstance(tree, dict) else {}
+    return {}

@@ -113,23 +113,20 @@ def _remove_folder(path: Path) -> None:
 
 
 def remove_replaced(before: Path, final: Path) -> None:
-    """Move the user's files from a replaced folder to ``final``, and remove the rest."""
-    for relative in _files_of_user(before):
+    """Move the user's files, which no save has written, from a replaced folder to ``final``, and remove the rest."""
+    manifest = readable_manifest(before)
+    files = [path.relative_to(before) for path in before.rglob("*") if path.is_file()]
+    if manifest is not None:
+        listed = {record.path for record in manifest.files} | {file_names.MANIFEST_NAME, file_names.BLOCK_FILE}
+        of_user = [path for path in files if path.as_posix() not in listed]
+    else:
+        of_user = [path for path in files if not path.parts[0].startswith(file_names.CHECKPOINT_STEMS)]
+    for relative in of_user:
         target = final / relative
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
             (before / relative).rename(target)
     remove_checkpoint(before)
-
-
-def _files_of_user(folder: Path) -> list[Path]:
-    """Return the files in a checkpoint's folder that were not written by a save."""
-    manifest = readable_manifest(folder)
-    files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
-    if manifest is not None:
-        listed = {record.path for record in manifest.files} | {file_names.MANIFEST_NAME, file_names.BLOCK_FILE}
-        return [path for path in files if path.as_posix() not in listed]
-    return [path for path in files if not path.parts[0].startswith(file_names.CHECKPOINT_STEMS)]
 
 
 def move_files(folder: Path, final: Path) -> None:

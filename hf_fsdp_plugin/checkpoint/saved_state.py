@@ -213,11 +213,7 @@ def _replicated_shard(name: str, tensor: torch.Tensor) -> LocalShard:
 
 
 def model_shards(
-    model: nn.Module,
-    parameters: ModelShards | None = None,
-    *,
-    only_trained: bool = False,
-    copy_buffers: bool = False,
+    model: nn.Module, parameters: ModelShards | None = None, *, only_trained: bool = False, copy_buffers: bool = False
 ) -> ModelShards:
     """Return the shards of parameters and persistent buffers. Gathered parameters are resharded first.
 

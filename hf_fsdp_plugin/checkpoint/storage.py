@@ -7,9 +7,9 @@
     s3://bucket/run/checkpoint-20/FILES/…                the files of the checkpoint, and its manifest
     s3://bucket/run/checkpoint-20/FILES/.parts/rank3…    what rank 3 has uploaded, until the commit
 
-Ranks write their files to their machine's disk, and upload them in the background (``stored_staging_folder``). No
-object is written twice: each save has its own name for FILES, and the last object, ``complete.json``, selects it. So an
-interrupted save changes no checkpoint, also none of the same step.
+Ranks write their files to their machine's disk, and upload them in the background (``StoredStaging`` in
+``writing/staging_folder.py``). No object is written twice: each save has its own name for FILES, and the last object,
+``complete.json``, selects it. So an interrupted save changes no checkpoint, also none of the same step.
 
 A reader gets a folder on its own disk with the manifest and the small files, in which each file of shards is a hole of
 its size. ``file_io.open_for_reading`` reads these from the storage, so that each rank gets the ranges that it needs.
@@ -31,7 +31,7 @@ from typing import Any, BinaryIO, Final
 from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint import uploading
 from hf_fsdp_plugin.checkpoint.errors import refuse
-from hf_fsdp_plugin.checkpoint.file_io import stored_folders, write_atomically
+from hf_fsdp_plugin.checkpoint.file_io import parse_object, stored_folders, write_atomically
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRecord, read_manifest
 from hf_fsdp_plugin.checkpoint.whole_weights import without_launcher
 from hf_fsdp_plugin.problems import CheckpointError
@@ -122,13 +122,13 @@ class Storage:
 
     def check_owner(self, token: str) -> None:
         """Raise ``CheckpointError`` if another run, or a restart of this one, has begun to write here since."""
-        if _parse(self.read(OWNER)).get("owner") != token:
+        if parse_object(self.read(OWNER) or b"").get("owner") != token:
             fix = "Give each run a URL of its own. The run that was started last goes on writing here."
             refuse("FSDP-E420", self.url, "is the storage of another run, which has been started later.", fix)
 
     def marker(self, name: str) -> dict[str, Any]:
         """Return the marker of a checkpoint: ``files``, ``created`` and ``run``; empty if it is not complete."""
-        found = _parse(self.read(f"{name}/{MARKER}"))
+        found = parse_object(self.read(f"{name}/{MARKER}") or b"")  # in a plain folder, it may be half of an object
         return found if isinstance(found.get("files"), str) else {}
 
     def checkpoints(self) -> dict[str, dict[str, Any]]:
@@ -226,14 +226,6 @@ def _is_read_by_ranges(record: FileRecord) -> bool:
     is_random_state = record.path.startswith((file_names.TRAINER_RNG, file_names.ACCELERATE_RNG))
     is_others = is_random_state and record.path not in (*own, file_names.trainer_rng_file(None))
     return is_others or record.size > _SMALL or any(each.name for each in record.ranges)
-
-
-def _parse(data: bytes | None) -> dict[str, Any]:
-    """Return a JSON object; empty for anything else, such as half of an object in a plain folder."""
-    with suppress(ValueError):
-        tree = json.loads(data or b"")
-        return tree if isinstance(tree, dict) else {}
-    return {}
 
 
 class _Fetched:

@@ -18,7 +18,7 @@ from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.problems import Problem
 
 _WEIGHTS: Final = (file_names.safetensors_file(file_names.HF_MODEL), f"{file_names.HF_MODEL_BIN}.bin")
-_READABLE: Final = (*_WEIGHTS, *map(file_names.index_file, _WEIGHTS), "adapter_config.json")
+_READABLE: Final = (*_WEIGHTS, *map(file_names.index_file, _WEIGHTS), file_names.ADAPTER_CONFIG)
 """Files from which ``from_pretrained`` reads weights, or by which it recognizes an adapter."""
 
 

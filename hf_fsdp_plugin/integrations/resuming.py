@@ -22,12 +22,7 @@ from typing import Any, Final, TypeVar
 import torch.distributed as dist
 
 from hf_fsdp_plugin.backends.ranks import agreement
-from hf_fsdp_plugin.checkpoint.checking.inspection import (
-    by_number,
-    first_complete,
-    numbered_checkpoints,
-    why_incomplete,
-)
+from hf_fsdp_plugin.checkpoint.checking import inspection
 from hf_fsdp_plugin.checkpoint.folders import check_visible, recover_interrupted_commit, recover_run
 from hf_fsdp_plugin.checkpoint.formats.known_formats import refuse_deepspeed
 from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest, readable_manifest
@@ -142,7 +137,7 @@ def find_checkpoint(
 
     def select() -> Path | str | None:
         if selected is None:
-            names = by_number(Storage(setting.storage).checkpoints(), prefix) if setting.storage else []
+            names = inspection.by_number(Storage(setting.storage).checkpoints(), prefix) if setting.storage else []
             stored = _first_stored(setting.storage, names)
             return stored if stored is not None or run is None else _highest_numbered(run, prefix)
         if (url := stored_url(selected, setting.storage)) is not None:
@@ -150,7 +145,7 @@ def find_checkpoint(
         path = Path(selected)
         recover_interrupted_commit(path)
         refuse_deepspeed(path)
-        reason = why_incomplete(path) if path.is_dir() else "the folder does not exist"
+        reason = inspection.why_incomplete(path) if path.is_dir() else "the folder does not exist"
         if reason is not None:
             message = f"{path} is not a complete checkpoint: {reason}"
             raise CheckpointError([Problem(code="FSDP-E431", message=message, fix=fix)])
@@ -254,10 +249,10 @@ def on_rank_0(look: Callable[[], T]) -> T:
 def _highest_numbered(run: Path, prefix: str) -> Path | None:
     """Return the complete checkpoint with the highest number. Raises ``CheckpointError`` if all are incomplete."""
     recover_run(run, prefix)
-    numbered = numbered_checkpoints(run, prefix)
+    numbered = inspection.numbered_checkpoints(run, prefix)
     for newest in numbered[:1]:
         refuse_deepspeed(newest)
-    found = _first_complete(numbered)
+    found = inspection.first_complete(numbered, _report_skipped)
     if found is None and numbered:
         message = f"none of the {len(numbered)} checkpoints in {run} is complete."
         fix = "Restore one from a backup, or start without resuming."
@@ -267,27 +262,25 @@ def _highest_numbered(run: Path, prefix: str) -> Path | None:
 
 def _last_saved(place: str, prefix: str, *, this_run: bool, training: int | None = None) -> Path | str | None:
     """Return the complete checkpoint with a manifest that was saved last, whatever its name: in a folder or storage."""
-    folder = Path(place)
+    folder, saved = Path(place), dict[str, tuple[Mapping[str, Any], str]]()  # name -> its run, and when it was saved
     if is_url(place):
-        stored = [
-            (_run_steps(marker.get("run", {})) if this_run else 0, str(marker.get("created")), name)
-            for name, marker in Storage(place).checkpoints().items()
-            if name.startswith(prefix) and (not this_run or _is_of_this_run(marker.get("run", {}), training))
-        ]
-        return _first_stored(place, [name for *_, name in sorted(stored, reverse=True)])
-    if not folder.is_dir():
-        return None
-    recover_run(folder, prefix)
+        markers = Storage(place).checkpoints()
+        saved = {name: (marker.get("run", {}), str(marker.get("created"))) for name, marker in markers.items()}
+    elif folder.is_dir():
+        recover_run(folder, prefix)
+        for path in folder.glob(f"{prefix}*"):
+            if path.is_dir() and not path.name.startswith(".") and (manifest := readable_manifest(path)) is not None:
+                saved[path.name] = manifest.run, manifest.created
     candidates = []
-    for path in folder.iterdir():
-        if path.name.startswith(".") or not path.name.startswith(prefix) or not path.is_dir():
-            continue
-        manifest = readable_manifest(path)
-        if manifest is not None and (not this_run or _is_of_this_run(manifest.run, training)):
-            number = re.search(r"(\d+)$", path.name)
-            order = (manifest.created, int(number[1]) if number is not None else -1, path)
-            candidates.append((_run_steps(manifest.run) if this_run else 0, *order))
-    return _first_complete(path for *_, path in sorted(candidates, reverse=True))
+    for name, (run, created) in saved.items():
+        if name.startswith(prefix) and (not this_run or _is_of_this_run(run, training)):
+            number = re.search(r"(\d+)$", name)
+            order = created, int(number[1]) if number is not None else -1, name
+            candidates.append((_run_steps(run) if this_run else 0, *order))
+    names = [name for *_, name in sorted(candidates, reverse=True)]
+    if is_url(place):
+        return _first_stored(place, names)
+    return inspection.first_complete((folder / name for name in names), _report_skipped)
 
 
 def _first_stored(storage: str, names: Iterable[str]) -> str | None:
@@ -298,18 +291,14 @@ def _first_stored(storage: str, names: Iterable[str]) -> str | None:
         except CheckpointError as error:
             if error.problems[0].code != "FSDP-E470":
                 raise
-            print_once(Problem(code="FSDP-W432", message=f"{url} is skipped: {error.problems[0].message}"))
+            _report_skipped(url, error.problems[0].message)
         else:
             return url
     return None
 
 
-def _first_complete(paths: Iterable[Path]) -> Path | None:
-    """Return the first checkpoint that is complete, and report those before it."""
-    found, skipped = first_complete(paths)
-    for path, reason in skipped:
-        print_once(Problem(code="FSDP-W432", message=f"{path} is skipped: {reason}"))
-    return found
+def _report_skipped(checkpoint: Path | str, reason: str) -> None:
+    print_once(Problem(code="FSDP-W432", message=f"{checkpoint} is skipped: {reason}"))
 
 
 def run_fact() -> dict[str, Any]:
@@ -369,7 +358,8 @@ def warn_differences(path: Path, batch: dict[str, Any]) -> None:
     world_size = dist.get_world_size()
     if manifest is None and dist.get_rank() != 0:
         return  # only rank 0, which prints, lists the folder
-    num_saved = manifest.world_size if manifest is not None else _num_random_states(path)
+    random_states = [*path.glob(f"{TRAINER_RNG}*"), *path.glob(f"{ACCELERATE_RNG}*")] if manifest is None else []
+    num_saved = manifest.world_size if manifest is not None else len(random_states)
     if num_saved != world_size:
         message = f"{path} has the random state of {plural(num_saved, 'rank')}, but this run has "
         message += f"{plural(world_size, 'rank')}: dropout and other random operations differ from those of the "
@@ -377,8 +367,3 @@ def warn_differences(path: Path, batch: dict[str, Any]) -> None:
         print_once(Problem(code="FSDP-W433", message=message))
     if manifest is not None and (problem := samples_problem(path, manifest.batch, batch)) is not None:
         print_once(problem)
-
-
-def _num_random_states(path: Path) -> int:
-    """Return the number of ranks whose random state is in a folder."""
-    return sum(1 for stem in (TRAINER_RNG, ACCELERATE_RNG) for _ in path.glob(f"{stem}*"))

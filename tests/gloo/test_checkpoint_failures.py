@@ -22,7 +22,7 @@ from accelerate.utils import ProjectConfiguration
 from transformers import TrainerCallback
 
 from hf_fsdp_plugin.checkpoint.checking.inspection import why_incomplete
-from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter
+from hf_fsdp_plugin.checkpoint.writing.file_parts import PartWriter
 from hf_fsdp_plugin.integrations import saving
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.tools.verify.verification import verify

@@ -83,7 +83,7 @@ def late_copies() -> Iterator[None]:
     take = copies.copy_parts
 
     def later(*args: Any) -> None:
-        time.sleep(0.5)
+        time.sleep(1.0)
         take(*args)
 
     with mock.patch.object(copies, "copy_parts", later):

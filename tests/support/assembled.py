@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 
 from hf_fsdp_plugin.checkpoint.formats.boxes import relative_slices, whole_box
-from hf_fsdp_plugin.checkpoint.formats.dtypes import numpy_dtype
-from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredTensor
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import SIZES, StoredTensor
 
 
 def assembled(root: Path, tensor: StoredTensor) -> np.ndarray:
-    """Return the elements of a tensor, from all pieces in files below ``root``; bfloat16 as raw integers."""
-    dtype = numpy_dtype(tensor.dtype)
+    """Return the elements of a tensor, from all pieces in files below ``root``; bfloat16 and float8 as raw integers."""
+    is_raw = tensor.dtype.startswith(("bfloat16", "float8"))
+    dtype = np.dtype(f"u{SIZES[tensor.dtype]}" if is_raw else tensor.dtype)
     result = np.empty(tensor.shape, dtype)
     for piece, _, _ in tensor.parts_of(whole_box(tensor.shape)):
         data = np.memmap(root / piece.file, np.uint8, "r")

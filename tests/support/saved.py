@@ -12,8 +12,7 @@ import numpy
 from safetensors.numpy import save_file
 
 from hf_fsdp_plugin.checkpoint.formats import manifest as manifests
-from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord, Manifest, record_file
-from hf_fsdp_plugin.checkpoint.hashes import hash_file
+from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord, Manifest, hash_file, record_file
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.tools.verify.verification import Verdict, verify
 
@@ -95,7 +94,7 @@ def write_shards(
 
     from hf_fsdp_plugin.checkpoint.saved_state import ModelShards, OptimizerShards
     from hf_fsdp_plugin.checkpoint.writing.dcp_files import complete_folders
-    from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter
+    from hf_fsdp_plugin.checkpoint.writing.file_parts import PartWriter
     from hf_fsdp_plugin.checkpoint.writing.state_files import model_files, optimizer_files
 
     records, entries = [], []

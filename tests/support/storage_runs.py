@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.checkpoint.writing import stored_staging_folder
+from hf_fsdp_plugin.checkpoint.writing import staging_folder
 from hf_fsdp_plugin.messages import printer
 from tests.support.checkpoint_accelerate_runs import Loop
 from tests.support.trainer_runs import losses, make_trainer
@@ -84,7 +84,7 @@ def train(
 
 
 def train_with_faults(output_dir: str, variables: Mapping[str, str], **arguments: Any) -> dict[str, Any]:
-    with messages() as found, patch.object(stored_staging_folder.StoredStaging, "poll_interval", 0.1):
+    with messages() as found, patch.object(staging_folder.StoredStaging, "poll_interval", 0.1):
         return {**train(output_dir, variables, **arguments), "messages": found}
 
 

@@ -9,7 +9,7 @@ bits of other tensors are compared by their hashes and sums.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -41,20 +41,15 @@ def find_mapped_parameters(model: nn.Module, device: torch.device) -> set[int]:
     Args:
         device: the device on which the numbers are reduced.
     """
-    parameters, files, identity = list(model.parameters()), MappedFiles(), cache(file_identity)
-    if not parameters:
+    files, identity, hashes = MappedFiles(), cache(file_identity), dict[int, int]()
+    for parameter in model.parameters():
+        hashes[id(parameter)] = _NO_VIEW
+        if (view := files.view(parameter)) is not None and (file := identity(view[0])) is not None:
+            hashes[id(parameter)] = _hash(file, view[1], str(parameter.dtype), str(list(parameter.shape)))
+    if not hashes:
         return set()
-    hashes = [_hash_of_view(parameter, files.view(parameter), identity) for parameter in parameters]
-    is_equal = _equal_on_all_ranks(hashes, device)
-    return {id(parameter) for parameter, found in zip(parameters, is_equal, strict=True) if found}
-
-
-def _hash_of_view(
-    parameter: nn.Parameter, view: tuple[str, int] | None, identity: Callable[[str], tuple[Any, ...] | None]
-) -> int:
-    if view is None or (found := identity(view[0])) is None:
-        return _NO_VIEW
-    return _hash(found, view[1], str(parameter.dtype), str(list(parameter.shape)))
+    is_equal = _equal_on_all_ranks([*hashes.values()], device)
+    return {key for key, is_same in zip(hashes, is_equal, strict=True) if is_same}
 
 
 def _hash(*content: object) -> int:

@@ -14,7 +14,6 @@ import mmap
 import os
 import re
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -67,7 +66,7 @@ def _is_changed(address: int, num_bytes: int) -> bool:
     return len(pages) == 0 or bool(((pages >> numpy.uint64(_PAGE_IN_USE) != 0) & (of_file == 0)).any())
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class ParameterMemory:
     """Which memory the parameters of a model are in on one rank. Tied parameters count once.
 
@@ -75,30 +74,27 @@ class ParameterMemory:
         num_mapped: number of parameters that are unchanged views of a mapped file.
         num_private: number of parameters in memory of this process alone.
         num_on_meta: number of parameters on the meta device.
-        num_on_device: number of parameters on an accelerator.
         private_bytes: host memory of this process alone.
-        total_bytes: bytes of all parameters.
     """
 
     num_mapped: int = 0
     num_private: int = 0
     num_on_meta: int = 0
-    num_on_device: int = 0
     private_bytes: int = 0
-    total_bytes: int = 0
 
 
 def parameter_memory(parameters: Iterable[torch.Tensor]) -> ParameterMemory:
     """Read off the addresses of the parameters which memory they are in. No collectives."""
-    files, counts, num_bytes = MappedFiles(), Counter[str](), Counter[str]()
+    files, memory = MappedFiles(), ParameterMemory()
     for parameter in {id(parameter): local_tensor(parameter) for parameter in parameters}.values():
-        if parameter.device.type != "cpu":
-            kind = "num_on_meta" if parameter.is_meta else "num_on_device"
-        else:
-            kind = "num_private" if files.view(parameter) is None else "num_mapped"
-        counts[kind] += 1
-        num_bytes[kind] += parameter.nbytes
-    return ParameterMemory(**counts, private_bytes=num_bytes["num_private"], total_bytes=num_bytes.total())
+        if parameter.is_meta:
+            memory.num_on_meta += 1
+        elif files.view(parameter) is not None:
+            memory.num_mapped += 1
+        elif parameter.device.type == "cpu":
+            memory.num_private += 1
+            memory.private_bytes += parameter.nbytes
+    return memory
 
 
 def file_identity(path: str) -> tuple[Any, ...] | None:

@@ -165,7 +165,10 @@ class WeightLoader:
         parameters = list({id(parameter): parameter for parameter in map(self._model.get_parameter, names)}.values())
         for parameter in parameters if broadcasts_weights(self._plan) else ():
             if id(parameter) not in self._mapped:
-                parameter.data = self._broadcast(_without_subclass(parameter.data))
+                data = parameter.data
+                # The packed bytes of a weight of bitsandbytes: its class requires attributes that ``data`` lacks.
+                data = data.as_subclass(torch.Tensor) if type(data).__name__ == "Params4bit" else data
+                parameter.data = self._broadcast(data)
                 continue
             self._mapped.remove(id(parameter))
             self.record.num_from_files += 1
@@ -188,11 +191,6 @@ class WeightLoader:
         dist.broadcast(received, src=0)
         self.record.add(received)
         return received
-
-
-def _without_subclass(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the packed bytes of a weight of bitsandbytes: its class requires attributes that ``data`` lacks."""
-    return tensor.as_subclass(torch.Tensor) if type(tensor).__name__ == "Params4bit" else tensor
 
 
 def materialize(model: nn.Module, names: Iterable[str], device: torch.device, record: BroadcastRecord) -> None:
@@ -227,7 +225,11 @@ def _prepare_quantized(plan: FsdpPlan, model: nn.Module, device: torch.device) -
     ``QuantState``, of which each rank keeps a whole one (about 1/8 of the size of the packed bytes, less with double
     quantization). The packed bytes of a weight are rank 0's, so its scales must be rank 0's, too.
     """
-    modules = {canonical_name(name): module for name, module in model.named_modules() if _is_quantized(module)}
+    modules = {
+        canonical_name(name): module
+        for name, module in model.named_modules()
+        if hasattr(getattr(module, "weight", None), "quant_state")
+    }
     if not modules:
         return
     states: dict[str, Any] = {name: module.weight.quant_state for name, module in modules.items()}
@@ -257,10 +259,6 @@ def _unregister_view(module: nn.Module, args: Any, output: Any) -> None:
     view = own_parameters(module).pop("weight", None)
     if view is not None:
         vars(module)["weight"] = view
-
-
-def _is_quantized(module: nn.Module) -> bool:
-    return hasattr(getattr(module, "weight", None), "quant_state")
 
 
 def _tensors(state: Any) -> Iterator[torch.Tensor]:

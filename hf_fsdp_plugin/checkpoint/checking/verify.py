@@ -14,9 +14,8 @@ from pathlib import Path
 from hf_fsdp_plugin.checkpoint.checking import inspection
 from hf_fsdp_plugin.checkpoint.errors import problem
 from hf_fsdp_plugin.checkpoint.file_io import InputFiles
-from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, Manifest, read_manifest
+from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, Manifest, hash_bytes, hash_file, read_manifest
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, StoredOptimizer, labelled_tensors
-from hf_fsdp_plugin.checkpoint.hashes import hash_bytes, hash_file
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.text import format_names

@@ -10,10 +10,6 @@ import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +126,3 @@ def relative_slices(inner: Box, outer: Box) -> tuple[slice, ...]:
     """Return the slices that select ``inner`` from an array that contains ``outer``."""
     places = zip(inner.offsets, inner.sizes, outer.offsets, strict=True)
     return tuple(slice(offset - origin, offset - origin + size) for offset, size, origin in places)
-
-
-def count_uncovered(shape: Sequence[int], boxes: Iterable[Box]) -> int:
-    """Return the number of elements of the tensor that are in no box. The boxes are parts of it that do not overlap."""
-    return math.prod(shape) - sum(box.numel for box in boxes)

@@ -16,14 +16,7 @@ from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN, file_problems_inside, r
 from hf_fsdp_plugin.checkpoint.file_io import InputFiles, read_file, without_collection
 from hf_fsdp_plugin.checkpoint.formats import pickles, stored_tensors
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, element_span, is_within, row_major, whole_box
-from hf_fsdp_plugin.checkpoint.formats.dtypes import SIZES
-from hf_fsdp_plugin.checkpoint.formats.stored_tensors import (
-    StatePath,
-    StoredPiece,
-    StoredState,
-    StoredTensor,
-    without_replicas,
-)
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StatePath, StoredPiece, StoredState, StoredTensor
 from hf_fsdp_plugin.checkpoint.formats.torch_files import TensorZips
 from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, DCP_SUFFIX, FSDP_MODEL, OPTIMIZER, numbered_name
 
@@ -55,18 +48,14 @@ def _folder(checkpoint: Path, name: str) -> Path | None:
     return None
 
 
-def _prefix(root: Path, folder: Path) -> str:
-    """Return the prefix that makes the names of the folder's files relative to the checkpoint."""
-    return "" if folder == root else f"{folder.relative_to(root).as_posix()}/"
-
-
 @without_collection()
 def _read_metadata(root: Path, folder: Path) -> StoredState:
     place = folder / DCP_METADATA
     metadata = pickles.read_pickle(read_file(place), place)
     archives = _Archives(root)
+    prefix = "" if folder == root else f"{folder.relative_to(root).as_posix()}/"
     try:
-        entries = _parse_metadata(metadata, _prefix(root, folder), archives)
+        entries = _parse_metadata(metadata, prefix, archives)
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
         message = f"is not in the form that torch.distributed.checkpoint writes ({type(error).__name__}: {error})."
         refuse("FSDP-E453", place, message)
@@ -103,9 +92,9 @@ def _parse_metadata(metadata: Any, prefix: str, archives: _Archives) -> dict[Sta
             continue
         dtype, shape = entry.properties.dtype, _numbers(entry.size)
         boxes = [Box(_numbers(chunk.offsets), _numbers(chunk.sizes)) for chunk in entry.chunks]
-        if dtype not in SIZES or not all(is_within(box, shape) for box in boxes):
+        if dtype not in stored_tensors.SIZES or not all(is_within(box, shape) for box in boxes):
             raise ValueError(f"entry {name!r}: {boxes} of {dtype} {shape}")
-        pieces = without_replicas([piece(name, box) for box in boxes])
+        pieces = stored_tensors.without_replicas([piece(name, box) for box in boxes])
         entries[path] = StoredTensor(str(path[-1]), dtype, shape, pieces, archives.opened)
     return entries
 

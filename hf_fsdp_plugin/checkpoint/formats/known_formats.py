@@ -14,7 +14,7 @@ from typing import Final
 from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.errors import refuse
 from hf_fsdp_plugin.checkpoint.file_io import object_in
-from hf_fsdp_plugin.checkpoint.formats import dcp, hf_shards, safetensors, torch_files
+from hf_fsdp_plugin.checkpoint.formats import dcp, safetensors, torch_files
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, StoredOptimizer, StoredState
 from hf_fsdp_plugin.spec.fsdp_spec import StateDictKind
 
@@ -78,7 +78,7 @@ FORMATS: Final = (
     CheckpointFormat("per_rank", "sharded", torch_files.read_per_rank, _RANK_FILES),
     CheckpointFormat("full", "full", safetensors.read_adapter, _with_index(_ADAPTER)),
     # after a single file, which may be made of the shards in the same folder
-    CheckpointFormat("hf_shards", "sharded", hf_shards.read_model, hf_shards.PATTERNS),
+    CheckpointFormat("hf_shards", "sharded", safetensors.read_shards, safetensors.SHARD_PATTERNS),
 )
 """All formats, in the order in which a checkpoint is searched for them. Rows with equal names differ in file names."""
 

@@ -1,7 +1,6 @@
 """The manifest of a checkpoint: its contents, its settings, and hashes of all bytes. It marks a finished checkpoint.
 
 ``fsdp_manifest.json`` is written last, after every file that it lists. ``docs/manifest.md`` is its specification.
-``checkpoint.hashes`` computes the hashes.
 """
 
 from __future__ import annotations
@@ -14,9 +13,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import xxhash
+
 from hf_fsdp_plugin.checkpoint.errors import name_problem, raise_if_any, refuse
-from hf_fsdp_plugin.checkpoint.file_io import read_file, without_collection, write_atomically
-from hf_fsdp_plugin.checkpoint.hashes import HASH, hash_bytes, hash_file
+from hf_fsdp_plugin.checkpoint.file_io import open_for_reading, read_file, without_collection, write_atomically
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.spec.fsdp_spec import StateDictKind
@@ -57,8 +57,34 @@ class FileRecord:
 
 FORMAT = "hf_fsdp_plugin checkpoint"
 VERSION = 1
+HASH = "xxh3_128"
 _WITH_HASH_FILE = 2
 """The version of manifests of earlier versions whose hashes are in ``fsdp_manifest.hashes``. They are not read."""
+
+_BLOCK = 4 << 20
+"""Bytes read at once: large enough for a disk, and small enough to be in the CPU cache when they are hashed."""
+
+
+def hash_bytes(data: Any) -> str:
+    """Return the xxh3_128 of contiguous bytes (bytes, memoryview, an array), in hexadecimal."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def hash_file(path: Path, start: int, stop: int) -> str:
+    """Return the xxh3_128 of the bytes ``[start, stop)`` of a file. The GIL is released while they are read and hashed.
+
+    Raises:
+        CheckpointError: the file ends before ``stop``.
+    """
+    hasher, position = xxhash.xxh3_128(), start
+    with open_for_reading(path, buffering=0) as file:
+        file.seek(start)
+        while position < stop and (block := file.read(min(_BLOCK, stop - position))):
+            hasher.update(block)
+            position += len(block)
+    if position < stop:
+        refuse("FSDP-E453", path, f"ends at byte {position:,}; expected {stop:,} bytes.")
+    return hasher.hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

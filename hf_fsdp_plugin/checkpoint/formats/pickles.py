@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_fsdp_plugin.checkpoint.errors import refuse
 from hf_fsdp_plugin.checkpoint.file_io import without_collection
-from hf_fsdp_plugin.checkpoint.formats.dtypes import SIZES
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import SIZES
 
 
 class PickledStorage(NamedTuple):
@@ -60,19 +60,14 @@ class Properties(Kept):
 
 
 class Metadata(Kept):
-    """The contents of ``.metadata``, with the attributes that torch gives it: tensors, their file ranges and paths."""
+    """The contents of ``.metadata``, with the attributes that torch gives it and what it contains.
 
-
-class TensorMetadata(Kept):
-    """A tensor of a state dict: its ``properties``, its ``size``, and its boxes (``chunks``)."""
+    Tensors have ``properties``, a ``size`` and boxes (``chunks``), and an entry has a file and the range of its bytes.
+    """
 
 
 class BytesMetadata(Kept):
     """An entry of a state dict that is not a tensor."""
-
-
-class Region(Kept):
-    """DCP's ``_StorageInfo``: the file, and the range of its bytes that contains an entry."""
 
 
 class Distributed(NamedTuple):
@@ -180,13 +175,12 @@ ALLOWED: dict[str, dict[str, Any]] = {
     "torch._tensor": {"_rebuild_from_type_v2": _from_type},
     f"{_DCP}.metadata": {
         "Metadata": Metadata,
-        "TensorStorageMetadata": TensorMetadata,
         "BytesStorageMetadata": BytesMetadata,
         "TensorProperties": Properties,
         "_MEM_FORMAT_ENCODING": _first,
-        **dict.fromkeys(("ChunkStorageMetadata", "MetadataIndex", "StorageMeta"), Kept),
+        **dict.fromkeys(("TensorStorageMetadata", "ChunkStorageMetadata", "MetadataIndex", "StorageMeta"), Kept),
     },
-    f"{_DCP}.filesystem": {"_StorageInfo": Region},
+    f"{_DCP}.filesystem": {"_StorageInfo": Kept},
     _TENSOR: {"DTensor": "DTensor"},
     f"{_TENSOR}._api": {"DTensor": "DTensor"},
     f"{_TENSOR}._dtensor_spec": {"DTensorSpec": Kept, "TensorMeta": TensorMeta, "ShardOrderEntry": KeptArguments},

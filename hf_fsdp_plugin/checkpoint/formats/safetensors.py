@@ -1,8 +1,13 @@
-"""The format ``full``: the safetensors files of a Hugging Face folder or of a PEFT adapter, read and laid out.
+"""The formats in safetensors files: ``full``, a Hugging Face folder or a PEFT adapter, and ``hf_shards``.
 
 A file is 8 bytes (little-endian length of the header), the header (JSON, padded with spaces) and the tensors without
 gaps, row-major and little-endian: https://github.com/huggingface/safetensors#format. The layout is known before a file
 is written, so that several writers can fill it concurrently. File names and the index are those of Hugging Face.
+
+``hf_shards`` are the files of ``save_pretrained(distributed_checkpoint=True)``, and those of torch's
+``HuggingFaceStorageWriter(save_distributed=True)``, which are in ``sharded/`` if they are to be consolidated. Each file
+``shard-00001-model-00001-of-00001.safetensors`` has a box of each tensor. The metadata in its header has the offsets of
+the boxes. The shapes of the whole tensors are not stored: they end where the last box ends.
 """
 
 from __future__ import annotations
@@ -15,21 +20,28 @@ from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from types import MappingProxyType
+from typing import Any, BinaryIO, Final, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
 from hf_fsdp_plugin.checkpoint import errors
 from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.file_io import object_in, open_for_reading, read_file
-from hf_fsdp_plugin.checkpoint.formats.dtypes import SAFETENSORS_NAMES, SIZES, dtype_size
-from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredState, tensor_in_file
+from hf_fsdp_plugin.checkpoint.formats import boxes, stored_tensors
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import SIZES, StoredPiece, StoredState, StoredTensor
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_names, plural
 
-SHARDING_INFO = "DCP_SHARDING_INFO"
+_SHARDING_INFO: Final = "DCP_SHARDING_INFO"
 """The entry with the offsets of boxes in the header of a file that torch's ``HuggingFaceStorageWriter`` has written."""
-DTYPES = {
+SAFETENSORS_NAMES: Final[Mapping[str, str]] = MappingProxyType({
+    "complex64": "C64", "float64": "F64", "int64": "I64", "uint64": "U64", "float32": "F32", "int32": "I32",
+    "uint32": "U32", "bfloat16": "BF16", "float16": "F16", "int16": "I16", "uint16": "U16", "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0", "int8": "I8", "uint8": "U8",
+})  # fmt: skip
+"""Type -> its name in the headers of safetensors files that this package writes."""
+_DTYPES: Final = {
     **{name: dtype for dtype, name in SAFETENSORS_NAMES.items()},
     "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
@@ -45,14 +57,8 @@ class TensorEntry(NamedTuple):
     offset: int
 
 
-def read_entries(
-    path: Path, *, any_dtype: bool = False, metadata: dict[str, Any] | None = None
-) -> dict[str, TensorEntry]:
-    """Return the tensors in a safetensors file, from its header, which the safetensors library checks.
-
-    Args:
-        any_dtype: accept element types that this package does not know, such as the packed ones of quantized weights.
-        metadata: receives what the header contains besides the tensors.
+def read_entries(path: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """Return the tensors in a safetensors file and its metadata, from its header, which the safetensors library checks.
 
     Raises:
         CheckpointError: the file is truncated, longer than its header allows, or its header is damaged.
@@ -62,7 +68,7 @@ def read_entries(
         errors.refuse_lfs_pointer(path, head)
         try:
             with safe_open(path, "np") as opened:
-                found = opened.metadata() or {}
+                metadata = opened.metadata() or {}
             file.seek(8)
             header = json.loads(file.read(struct.unpack("<Q", head[:8])[0]))
         except (SafetensorError, ValueError) as error:
@@ -72,16 +78,14 @@ def read_entries(
             message = f"has {size} bytes; {needs} is truncated, damaged or not a safetensors file ({error})."
             errors.refuse("FSDP-E453", path, message)
         begin = file.tell()
-    if metadata is not None:
-        metadata.update(found)
     header.pop("__metadata__", None)
     entries = {}
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        dtype = DTYPES.get(entry["dtype"], entry["dtype"])
-        if dtype not in SIZES and not any_dtype:
+        dtype = _DTYPES.get(entry["dtype"], entry["dtype"])
+        if dtype not in SIZES:
             errors.refuse("FSDP-E453", path, f"has tensor {name!r} of the unknown element type {dtype!r}.")
         entries[name] = TensorEntry(dtype, tuple(entry["shape"]), begin + entry["data_offsets"][0])
-    return entries
+    return entries, metadata
 
 
 def _required_size(file: BinaryIO) -> int | None:
@@ -141,7 +145,7 @@ class SafetensorsFile:
 
 
 def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    return math.prod(shape) * dtype_size(dtype)
+    return math.prod(shape) * SIZES[dtype]
 
 
 def plan_files(tensors: Sequence[TensorHeader], max_shard_size: int, stem: str = "model") -> list[SafetensorsFile]:
@@ -206,7 +210,7 @@ def _file(name: str, tensors: Sequence[TensorHeader]) -> SafetensorsFile:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     starts = {}
     end = 0
-    for tensor, dtype, shape in sorted(tensors, key=lambda entry: -dtype_size(entry[1])):
+    for tensor, dtype, shape in sorted(tensors, key=lambda entry: -SIZES[entry[1]]):
         starts[tensor], begin = end, end
         end += num_bytes(dtype, shape)
         entries[tensor] = {"dtype": SAFETENSORS_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
@@ -231,9 +235,10 @@ def read_safetensors(root: Path, name: str) -> StoredState | None:
         return None
     tensors: dict[tuple[Any, ...], Any] = {}
     problems: list[Problem] = []
-    metadata: dict[str, Any] = {}
+    has_boxes = False
     for shard in shards:
-        entries = read_entries(root / shard, metadata=metadata)
+        entries, metadata = read_entries(root / shard)
+        has_boxes |= _SHARDING_INFO in metadata
         names = listed.get(shard, entries.keys())
         absent = sorted(names - entries.keys())
         if absent:
@@ -241,8 +246,8 @@ def read_safetensors(root: Path, name: str) -> StoredState | None:
             problems.append(errors.problem("FSDP-E459", index, message, errors.COPY_AGAIN))
         for key in (key for key in entries if key in names):
             entry = entries[key]
-            tensors[key,] = tensor_in_file(key, entry.dtype, entry.shape, shard, entry.offset)
-    if SHARDING_INFO in metadata and listed:  # before the absent tensors, which follow from it
+            tensors[key,] = stored_tensors.tensor_in_file(key, entry.dtype, entry.shape, shard, entry.offset)
+    if has_boxes and listed:  # before the absent tensors, which follow from it
         _check_one_writer(index, sum(tensor.num_bytes for tensor in tensors.values()))
     errors.raise_if_any(problems)
     return StoredState(tensors, files, root)
@@ -270,3 +275,46 @@ def read_adapter(root: Path, stem: str, _number: int) -> StoredState | None:
     """Return the weights of a PEFT adapter, which are one file without a number."""
     name = file_names.safetensors_file(file_names.ADAPTER)
     return read_safetensors(root, name) if stem == file_names.FSDP_MODEL else None
+
+
+_SHARD_FILES: Final = "shard-*-model-*-of-*.safetensors"
+SHARD_PATTERNS: Final = (_SHARD_FILES, f"sharded/{_SHARD_FILES}")
+
+
+def read_shards(root: Path, stem: str, number: int) -> StoredState | None:
+    """Return the model in a folder with files of shards; ``None`` without. Optimizers are stored elsewhere."""
+    patterns = SHARD_PATTERNS if stem == file_names.FSDP_MODEL and number == 0 else ()
+    names = (sorted(path.relative_to(root).as_posix() for path in root.glob(pattern)) for pattern in patterns)
+    files = next(filter(None, names), [])
+    pieces: dict[str, list[StoredPiece]] = {}
+    dtypes: dict[str, str] = {}
+    for file in files:
+        for name, entry, offsets in _boxes(root / file):
+            box = boxes.Box(offsets, entry.shape)
+            pieces.setdefault(name, []).append(StoredPiece(box, file, entry.offset, boxes.row_major(entry.shape)))
+            same = pieces[name][0].box
+            if dtypes.setdefault(name, entry.dtype) != entry.dtype or len(same.sizes) != len(box.sizes):
+                found = f"{entry.dtype} with {len(box.sizes)} dimensions, and {dtypes[name]} with {len(same.sizes)}"
+                errors.refuse("FSDP-E459", root / file, f"the files have {name!r} as {found}.")
+    tensors: dict[tuple[Any, ...], Any] = {}
+    for name, own in pieces.items():
+        ends = ([at + size for at, size in zip(each.box.offsets, each.box.sizes, strict=True)] for each in own)
+        shape = tuple(map(max, zip(*ends, strict=True)))
+        tensors[name,] = StoredTensor(name, dtypes[name], shape, stored_tensors.without_replicas(own))
+    return StoredState(tensors, tuple(files), root, errors.COPY_ALL_RANKS) if files else None
+
+
+def _boxes(path: Path) -> list[tuple[str, TensorEntry, tuple[int, ...]]]:
+    """Return name, entry and offsets of each tensor in one file."""
+    (entries, metadata), found = read_entries(path), []
+    try:
+        places = json.loads(metadata[_SHARDING_INFO])
+        for name, entry in entries.items():
+            offsets = tuple(places[name]["saved_offsets"])
+            if len(offsets) != len(entry.shape) or not all(type(at) is int and at >= 0 for at in offsets):
+                raise ValueError(f"{name!r} has the shape {entry.shape} and the offsets {offsets}")
+            found.append((name, entry, offsets))
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        why = f"{type(error).__name__}: {error}"
+        errors.refuse("FSDP-E453", path, f"has no valid {_SHARDING_INFO} in its header ({why}).")
+    return found

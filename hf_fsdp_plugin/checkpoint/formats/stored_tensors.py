@@ -10,16 +10,25 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, TypeVar
 
 from hf_fsdp_plugin.checkpoint.errors import COPY_AGAIN, refuse
 from hf_fsdp_plugin.checkpoint.file_io import read_range
-from hf_fsdp_plugin.checkpoint.formats import boxes, dtypes
+from hf_fsdp_plugin.checkpoint.formats import boxes
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.text import format_names, plural
 
 MAX_PROBLEMS = 8
 """Maximum number of problems of the same kind that are reported, such as one per missing file."""
+_FLOAT8 = "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"
+
+SIZES: Final[Mapping[str, int]] = MappingProxyType({
+    "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4, "uint64": 8, "int64": 8,
+    "float16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16,
+    "bfloat16": 2, **dict.fromkeys(_FLOAT8, 1),
+})  # fmt: skip
+"""Type -> bytes per element."""
 
 
 StatePath = tuple[str | int, ...]
@@ -48,7 +57,7 @@ class StoredPiece(NamedTuple):
 
     def stop(self, dtype: str) -> int:
         """Return the byte offset in the file after the piece."""
-        span = boxes.element_span(self.strides, self.box.sizes) * dtypes.dtype_size(dtype)
+        span = boxes.element_span(self.strides, self.box.sizes) * SIZES[dtype]
         return self.offset + (self.archive or span)
 
 
@@ -72,11 +81,11 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * dtypes.dtype_size(self.dtype)
+        return math.prod(self.shape) * SIZES[self.dtype]
 
     def uncovered(self) -> int:
         """Return the number of elements that are in no piece."""
-        return boxes.count_uncovered(self.shape, [piece.box for piece in self.pieces])
+        return math.prod(self.shape) - sum(piece.box.numel for piece in self.pieces)
 
     def files(self) -> set[str]:
         """Return the files of the pieces."""
@@ -93,7 +102,7 @@ class StoredTensor:
                 found = self.open_archive(self, piece) if piece.archive and self.open_archive is not None else piece
                 ahead = zip(common.offsets, found.box.offsets, found.strides, strict=True)
                 first = sum((here - origin) * stride for here, origin, stride in ahead)
-                yield found, common, found.offset + first * dtypes.dtype_size(self.dtype)
+                yield found, common, found.offset + first * SIZES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,13 +230,13 @@ def _group(group: Any, root: Path) -> dict[str, Any]:
 
 def _number(tensor: StoredTensor, root: Path) -> Any:
     """Return the value of a scalar tensor, such as a learning rate; other tensors are returned unchanged."""
-    if math.prod(tensor.shape) != 1 or tensor.dtype != str(dtypes.numpy_dtype(tensor.dtype)):
+    if math.prod(tensor.shape) != 1 or tensor.dtype.startswith(("bfloat16", "float8")):  # which numpy does not have
         return tensor
     import numpy
 
     piece, _, offset = next(tensor.parts_of(boxes.whole_box(tensor.shape)))
-    data = read_range(root / piece.file, offset, dtypes.dtype_size(tensor.dtype))
-    return numpy.frombuffer(data, dtypes.numpy_dtype(tensor.dtype))[0].item()
+    data = read_range(root / piece.file, offset, SIZES[tensor.dtype])
+    return numpy.frombuffer(data, numpy.dtype(tensor.dtype).newbyteorder("<"))[0].item()
 
 
 def tensor_in_file(

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, Final, NoReturn
 from hf_fsdp_plugin.checkpoint import names as file_names
 from hf_fsdp_plugin.checkpoint.errors import COPY_ALL_RANKS, file_problems_inside, problem, raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.file_io import open_for_reading, read_into
-from hf_fsdp_plugin.checkpoint.formats import boxes, dtypes, pickles, stored_tensors
+from hf_fsdp_plugin.checkpoint.formats import boxes, pickles, stored_tensors
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box
 from hf_fsdp_plugin.checkpoint.formats.pickles import Distributed, PickledTensor
 from hf_fsdp_plugin.checkpoint.formats.safetensors import read_weight_map
@@ -32,8 +32,6 @@ from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.torch_private.modules import LOCAL_TENSOR_ATTRIBUTE
 
 _END_SIZE = 22
-_LOCAL = struct.Struct("<4s22x2H")
-"""The record before the data of an entry: its signature, and the lengths of the name and of the extra field."""
 _BUFFER_BYTES: Final = 512
 """More than a header, which is what is read at once. DCP writes one archive per tensor."""
 
@@ -98,26 +96,19 @@ class TorchZip:
         try:
             with zipfile.ZipFile(buffered) as archive:
                 for info in archive.infolist():
-                    self._add(buffered, info)
-        except (zipfile.BadZipFile, struct.error, ValueError, OSError, OverflowError, NotImplementedError) as error:
+                    name = info.filename.partition("/")[2]
+                    if info.compress_type:
+                        raise ValueError(f"record {name!r} is compressed")
+                    with archive.open(info):  # reads and compares the header, after which the bytes begin
+                        begin = buffered.tell()
+                    self._records[name] = begin, begin + info.file_size
+        except (zipfile.BadZipFile, struct.error, ValueError, OSError, OverflowError, RuntimeError) as error:
             if _read_at(file, start, 1) == b"\x80":
                 fix = "Load it with torch and save it again."
                 refuse("FSDP-E460", place, "is in the format of torch versions before 1.6, without a zip.", fix)
             self._damaged(f"{error}")
         if "byteorder" in self._records and self.read("byteorder") != b"little":
             refuse("FSDP-E460", place, "is big-endian.", "Load and save it on a little-endian machine.")
-
-    def _add(self, file: BinaryIO, info: zipfile.ZipInfo) -> None:
-        """Add an entry of the zip, after the record before its data."""
-        file.seek(info.header_offset)
-        signature, name_size, extra_size = _LOCAL.unpack(file.read(_LOCAL.size))
-        name = info.filename.partition("/")[2]
-        if signature != b"PK\3\4" or file.read(name_size).decode(errors="replace") != info.orig_filename:
-            raise ValueError(f"no entry {info.filename!r} begins at byte {info.header_offset:,}")
-        if info.compress_type:
-            raise ValueError(f"record {name!r} is compressed")
-        begin = info.header_offset + _LOCAL.size + name_size + extra_size
-        self._records[name] = begin, begin + info.file_size
 
     def read(self, name: str) -> bytes:
         """Return a record's bytes."""
@@ -138,7 +129,7 @@ class TorchZip:
             # torch does not write a record for an empty storage.
             return self._start
         name = f"data/{tensor.storage.key}"
-        (start, stop), width = self._record(name), dtypes.dtype_size(tensor.dtype)
+        (start, stop), width = self._record(name), stored_tensors.SIZES[tensor.dtype]
         num_bytes = stop - start
         needed = (tensor.offset + boxes.element_span(tensor.strides, tensor.shape)) * width
         if needed > num_bytes:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -32,7 +32,7 @@ from hf_fsdp_plugin.checkpoint.folders import check_visible
 from hf_fsdp_plugin.checkpoint.formats import boxes
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import Stored, StoredModel, StoredTensor
-from hf_fsdp_plugin.checkpoint.saved_state import ModelShards, Piece, model_shards
+from hf_fsdp_plugin.checkpoint.saved_state import Piece, model_shards
 from hf_fsdp_plugin.messages import progress_bar
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.text import format_names, plural
@@ -169,17 +169,7 @@ def load_model(
     missing: list[str] = []
 
     def match(stored: StoredModel) -> ReadElements:
-        shards, inner = model_shards(model), unwrapped(model)
-        names = shards.names()
-        optional: set[str] = set()
-        if adapter_only:
-            optional = {shard.name for shard in shards.tensors if shard.frozen}
-            optional |= {name for name, _ in persistent_buffers(model)}
-            for adapter in getattr(inner, "peft_config", {}):
-                for known in names.values():
-                    known += [short for name in known if (short := _without_adapter(name, adapter)) != name]
-        ignored = getattr(inner, "_keys_to_ignore_on_load_unexpected", None) or ()  # mostly old buffers
-        fill, absent = _matched(checkpoint, shards, names, stored, optional=optional, ignored=ignored)
+        fill, absent = _match_model(model, checkpoint, stored, adapter_only=adapter_only)
         missing.extend(absent)
         return fill
 
@@ -187,26 +177,13 @@ def load_model(
     return IncompatibleKeys(missing, [])
 
 
-def _without_adapter(name: str, adapter: str) -> str:
-    """Return the name in PEFT's files: ``…q_proj.lora_A.default.weight`` -> ``…q_proj.lora_A.weight``."""
-    return re.sub(rf"(\.modules_to_save)?\.{re.escape(adapter)}(?=\.|$)", "", name)
-
-
-def _matched(
-    place: Path,
-    shards: ModelShards,
-    names: Mapping[str, Sequence[str]],
-    stored: StoredModel,
-    *,
-    optional: Collection[str] = (),
-    ignored: Iterable[str] = (),
+def _match_model(
+    model: nn.Module, place: Path, stored: StoredModel, *, adapter_only: bool
 ) -> tuple[ReadElements, list[str]]:
-    """Match the shards with the stored tensors that have one of their names.
+    """Match the shards with the stored tensors that have one of their names: its own, tied ones, or those of PEFT.
 
     Args:
-        names: shard -> its possible names in a checkpoint: its name, tied names, and the names in PEFT's files.
-        optional: shards that may be missing.
-        ignored: patterns of stored names that the model does not need to have.
+        adapter_only: frozen weights and buffers may be missing.
 
     Returns:
         The function that fills the shards, and the names of those that are not stored.
@@ -214,6 +191,18 @@ def _matched(
     Raises:
         CheckpointError: with one problem for each kind of difference, and a few examples of each.
     """
+    shards, inner = model_shards(model), unwrapped(model)
+    names = shards.names()
+    optional: set[str] = set()
+    if adapter_only:
+        optional = {shard.name for shard in shards.tensors if shard.frozen}
+        optional |= {name for name, _ in persistent_buffers(model)}
+        for adapter in getattr(inner, "peft_config", {}):
+            # Names in PEFT's files: …q_proj.lora_A.default.weight -> …q_proj.lora_A.weight
+            pattern = rf"(\.modules_to_save)?\.{re.escape(adapter)}(?=\.|$)"
+            for known in names.values():
+                known += [short for name in known if (short := re.sub(pattern, "", name)) != name]
+    ignored = getattr(inner, "_keys_to_ignore_on_load_unexpected", None) or ()  # mostly old buffers
     found = {own: next((name for name in known if name in stored.tensors), None) for own, known in names.items()}
     pairs = [(shard, stored.tensors[name]) for shard in shards.tensors if (name := found[shard.name]) is not None]
     absent = [own for own, name in found.items() if name is None]

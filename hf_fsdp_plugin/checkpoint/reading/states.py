@@ -5,13 +5,17 @@ They are pickles. Only names that torch, the libraries or the user allow are unp
 
 from __future__ import annotations
 
+import codecs
+import datetime
 import pickle
 import re
 import zipfile
+from contextlib import suppress
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PosixPath, PurePosixPath
 from typing import Any
 
+import numpy
 import torch
 
 from hf_fsdp_plugin.backends.ranks.agreement import broadcast_object, on_all_ranks
@@ -21,7 +25,6 @@ from hf_fsdp_plugin.checkpoint.errors import problems_of, raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.file_io import open_for_reading
 from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest
 from hf_fsdp_plugin.checkpoint.formats.torch_files import compare_checksums
-from hf_fsdp_plugin.checkpoint.reading.plain_data import plain_data
 from hf_fsdp_plugin.text import format_names
 
 _ALLOW = (
@@ -89,6 +92,24 @@ def _check_checksums(path: Path) -> None:
             refuse("FSDP-E471", path, f"its bytes differ from what was saved ({error}).", REPLACE_FILE)
 
 
+_PLAIN = (
+    codecs.encode, frozenset, range, slice,
+    datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone,
+    Path, PosixPath, PurePosixPath,
+)  # fmt: skip
+"""Plain data that torch does not allow by default, because its own files do not contain it."""
+
+
+def _plain_data() -> torch.serialization.safe_globals:
+    """Return a block that allows plain data, and what NumPy's arrays and scalars consist of (its random state)."""
+    functions: list[Any] = [numpy.zeros(0).__reduce__()[0], numpy.float64(0).__reduce__()[0]]
+    # NumPy 1 has other module names.
+    earlier = [(function, f"numpy.core.multiarray.{function.__name__}") for function in functions]
+    dtypes = {type(numpy.dtype(kind)) for kind in numpy.sctypeDict.values()}
+    allowed: list[Any] = [*_PLAIN, *functions, *earlier, *dtypes, numpy.ndarray, numpy.dtype]
+    return torch.serialization.safe_globals(allowed)
+
+
 def load_state_file(path: Path, *, only_check: bool = False) -> Any:
     """Return the object in a file of ``torch.save``, with tensors on the CPU.
 
@@ -99,7 +120,7 @@ def load_state_file(path: Path, *, only_check: bool = False) -> Any:
         CheckpointError: the pickle contains a name that is not allowed, or is damaged.
     """
     try:
-        with plain_data():
+        with _plain_data():
             return torch.load(path, map_location="cpu", weights_only=True, mmap=only_check and zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         names = _names_not_allowed(path)
@@ -112,11 +133,9 @@ def load_state_file(path: Path, *, only_check: bool = False) -> Any:
 
 def _names_not_allowed(path: Path) -> list[str]:
     """Return the names in a pickle that are not allowed; empty if they cannot be read."""
-    try:
-        with plain_data():
-            return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    except Exception:  # a damaged pickle can raise any exception
-        return []
+    with suppress(Exception), _plain_data():  # a damaged pickle can raise any exception
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    return []
 
 
 def _reason(error: Exception) -> str:

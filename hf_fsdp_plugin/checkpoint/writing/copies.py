@@ -15,13 +15,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from hf_fsdp_plugin.checkpoint.writing.file_parts import (
-    FilePart,
-    bytes_of,
-    copy_window,
-    num_bytes,
-    on_accelerator,
-)
+from hf_fsdp_plugin.checkpoint.writing.file_parts import FilePart, bytes_of, copy_window, num_bytes, on_accelerator
 from hf_fsdp_plugin.checkpoint.writing.staging_buffers import StagingBuffers
 from hf_fsdp_plugin.devices import DEVICES, available_device
 from hf_fsdp_plugin.problems import CheckpointError, Problem
@@ -43,32 +37,28 @@ class WeightsChangedError(CheckpointError):
 class ShardCopies:
     """The copies of one save.
 
-    The thread of the training calls :meth:`add`, :meth:`begin`, and :meth:`wait_in_stream` before each optimizer step.
-    A thread of the save calls :meth:`take`, and then :meth:`staged`.
+    The thread of the training adds parts, and calls :meth:`begin`, and :meth:`wait_in_stream` before each optimizer
+    step. A thread of the save calls :meth:`take`.
+
+    Attributes:
+        parts: the parts of files that are copied.
+        memory: their copies, one after the other.
     """
 
     def __init__(self, buffers: StagingBuffers) -> None:
         self._buffers = buffers
-        self._parts: list[Sequence[FilePart]] = []
-        self._memory: list[torch.Tensor] = []
+        self.parts: list[FilePart] = []
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._started = threading.Event()
         self._device = DEVICES["cpu"]
         self._index = 0
         self._now = self._copied = self._device.record_event()
-        self._places: list[tuple[int, int, int]] = []
+        self._places: list[tuple[int, int]] = []
         self._samples: torch.Tensor | None = None
-
-    def sizes(self) -> dict[int, int]:
-        """Return number of a buffer -> bytes."""
-        return {number: sum(part.span for part in parts) for number, parts in enumerate(self._parts)}
-
-    def add(self, parts: Sequence[FilePart]) -> None:
-        """Add tensors to copy."""
-        self._parts.append(parts)
 
     def begin(self) -> None:
         """Mark the present values as the values to copy."""
-        if any(map(on_accelerator, self._parts)):
+        if on_accelerator(self.parts):
             self._device = available_device()
             self._index = self._device.current_index()
         self._sample()
@@ -82,21 +72,19 @@ class ShardCopies:
         """
         try:
             self._device.set_current(self._index)  # a new thread starts on device 0, and would create a context there
-            pinned = self._device.type != "cpu"
-            sizes = self.sizes().items()
-            self._memory = [self._buffers.take(number, size, pinned=pinned) for number, size in sizes]
+            size = sum(part.span for part in self.parts)
+            self.memory = self._buffers.take(0, size, pinned=self._device.type != "cpu")
             with self._device.new_stream():
                 self._now.wait()
                 try:
-                    for parts, memory in self.staged():
-                        copy_parts(parts, memory)
+                    copy_parts(self.parts, self.memory)
                 finally:
                     self._copied = self._device.record_event()
         finally:
             self._started.set()
             self._copied.synchronize()
         if self._samples is not None:
-            copied = [self._memory[number][start : start + size] for number, start, size in self._places]
+            copied = [self.memory[start : start + size] for start, size in self._places]
             if not torch.equal(torch.cat(copied), self._samples.cpu()):
                 raise WeightsChangedError
 
@@ -105,23 +93,13 @@ class ShardCopies:
         self._started.wait()
         self._copied.wait()
 
-    def staged(self) -> Iterator[tuple[Sequence[FilePart], torch.Tensor]]:
-        """Yield the parts of files with the memory of their copies."""
-        yield from zip(self._parts, self._memory, strict=True)
-
     def _sample(self) -> None:
         """Read the first bytes of tensors on the device, in one piece, without waiting for them."""
-        tensors: list[torch.Tensor] = []
-        for number, parts in enumerate(self._parts):
-            for tensor, start, size in _tensors_in(parts):
-                if tensor.device.type == self._device.type:
-                    tensors.append(tensor)
-                    self._places.append((number, start, size))
-        step = -(-len(tensors) // _SAMPLES) or 1
-        self._places = self._places[::step]
-        if self._places:
-            found = zip(tensors[::step], self._places, strict=True)
-            self._samples = torch.cat([bytes_of(tensor)[:size] for tensor, (_, _, size) in found])
+        found = [each for each in _tensors_in(self.parts) if each[0].device.type == self._device.type]
+        found = found[:: -(-len(found) // _SAMPLES) or 1]
+        self._places = [(start, size) for _, start, size in found]
+        if found:
+            self._samples = torch.cat([bytes_of(tensor)[:size] for tensor, _, size in found])
 
 
 def _tensors_in(parts: Sequence[FilePart]) -> Iterator[tuple[torch.Tensor, int, int]]:
@@ -144,6 +122,7 @@ def copy_parts(parts: Sequence[FilePart], memory: torch.Tensor) -> None:
 
     Copies from an accelerator are asynchronous.
     """
-    for window in (window for part in parts for window in part.windows):
-        copy_window(window, memory)
-        memory = memory[window.span :]
+    for part in parts:
+        for window, place in part.windows_in(memory):
+            copy_window(window, place)
+        memory = memory[part.span :]

@@ -30,8 +30,7 @@ from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StatePath, TiedPath
 from hf_fsdp_plugin.checkpoint.formats.torch_files import TorchZip
 from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, ENTRY_ALIGNMENT, dcp_file
 from hf_fsdp_plugin.checkpoint.saved_state import LocalShard, shards_to_write
-from hf_fsdp_plugin.checkpoint.writing.file_parts import Content, FilePart, Item, bytes_of, whole_file
-from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter
+from hf_fsdp_plugin.checkpoint.writing.file_parts import Content, FilePart, Item, PartWriter, bytes_of, whole_file
 from hf_fsdp_plugin.torch_private.functions import StorageInfo
 
 

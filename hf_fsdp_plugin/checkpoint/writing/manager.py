@@ -14,7 +14,7 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -36,10 +36,9 @@ from hf_fsdp_plugin.checkpoint.storage import Storage
 from hf_fsdp_plugin.checkpoint.writing import state_files
 from hf_fsdp_plugin.checkpoint.writing.copies import ShardCopies
 from hf_fsdp_plugin.checkpoint.writing.dcp_files import FolderEntries, StateFiles, complete_folders
-from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter
+from hf_fsdp_plugin.checkpoint.writing.file_parts import PartWriter
 from hf_fsdp_plugin.checkpoint.writing.staging_buffers import StagingBuffers
-from hf_fsdp_plugin.checkpoint.writing.staging_folder import RankRecord, StagingFolder
-from hf_fsdp_plugin.checkpoint.writing.stored_staging_folder import StoredStaging
+from hf_fsdp_plugin.checkpoint.writing.staging_folder import RankRecord, StagingFolder, StoredStaging
 from hf_fsdp_plugin.devices import available_device
 from hf_fsdp_plugin.host_memory import available_memory
 from hf_fsdp_plugin.messages import print_once
@@ -240,21 +239,19 @@ class CheckpointManager:
             if isinstance(into, Save):
                 self.saved_asynchronously[owner] = into.asynchronous
 
-    def fits_on_all_ranks(self, sizes: Mapping[int, int]) -> bool:
-        """Return whether all ranks have the memory for the buffers of an asynchronous save. Collective.
+    def fits_on_all_ranks(self, size: int) -> bool:
+        """Return whether all ranks have memory for the copies of an asynchronous save. Warns once if not. Collective.
 
         Each machine is asked before any of its ranks allocates. All ranks get the same result.
 
         Args:
-            sizes: number of a buffer -> bytes.
+            size: bytes of the copies of this rank.
         """
-        figures = torch.tensor([self.buffers.missing(sizes), -_memory_of_rank()], device="cpu")
+        ranks = ranks_per_machine(os.environ, dist.get_world_size(), available_device().count())
+        usable = int(available_memory() * _USABLE) // ranks
+        figures = torch.tensor([self.buffers.missing(0, size), -usable], device="cpu")
         dist.all_reduce(figures, op=dist.ReduceOp.MAX, group=self._cpu_group())
-        missing, available = figures.tolist()
-        return self._fits(missing, -available)
-
-    def _fits(self, missing: int, available: int) -> bool:
-        """Return whether the bytes are available. Warns once if they are not."""
+        missing, available = int(figures[0]), -int(figures[1])
         if missing > available and not self._has_warned:
             self._has_warned = True
             message = f"an asynchronous save needs {format_memory(missing)} of CPU memory per rank for copies, and "
@@ -298,18 +295,6 @@ class CheckpointManager:
         if self._group is None and "gloo" not in str(dist.get_backend_config()):
             self._group = dist.new_group(backend="gloo")
         return self._group
-
-
-def lower_thread_priority() -> None:
-    """Give the calling thread (on Linux, only this thread) the lowest priority, so that it uses only idle cores."""
-    with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-
-
-def _memory_of_rank() -> int:
-    """Return the bytes of memory that this rank may allocate for copies: its part of what the machine has available."""
-    ranks = ranks_per_machine(os.environ, dist.get_world_size(), available_device().count())
-    return int(available_memory() * _USABLE) // ranks
 
 
 class _OtherRankFailed(CheckpointError):
@@ -368,12 +353,11 @@ class Save:
 
     def write(self, files: StateFiles) -> None:
         """Write this rank's parts. An asynchronous save copies and writes them later, if there is memory."""
-        sizes = self.copies.sizes()
-        sizes[len(sizes)] = sum(part.span for part in files.parts)
-        self.asynchronous = self.asynchronous and self._manager.fits_on_all_ranks(sizes)
+        size = sum(part.span for part in (*self.copies.parts, *files.parts))
+        self.asynchronous = self.asynchronous and self._manager.fits_on_all_ranks(size)
         self._entries += files.entries
         if self.asynchronous:
-            self.copies.add(files.parts)
+            self.copies.parts += files.parts
             return
         with on_all_ranks(f"writing {self.final}"), os_errors_as_problems(self.final):
             self._records += self._manager.writer.write(self.folder, files.parts)
@@ -397,9 +381,10 @@ class Save:
         try:
             with os_errors_as_problems(self.final):
                 self.copies.take()  # the next optimizer step waits for it
-                lower_thread_priority()
-                for parts, memory in self.copies.staged():
-                    self._records += self._manager.writer.write_staged(self.folder, parts, memory)
+                with suppress(OSError):  # only this thread gets the lowest priority, so that it uses only idle cores
+                    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+                copies = self.copies
+                self._records += self._manager.writer.write_staged(self.folder, copies.parts, copies.memory)
                 self._write_record()
                 self._commit(manifest, after)
         except Exception as error:
@@ -496,14 +481,10 @@ def hooks_of(save: Save, poll: Callable[[], object], marker: Path | None) -> Exi
         if next(steps) % interval == 0:  # at the same step on all ranks
             poll()
 
-    def remove_marker() -> None:
-        with suppress(OSError):
-            if marker is not None:
-                marker.unlink(missing_ok=True)
-
     hooks = ExitStack()
-    hooks.callback(remove_marker)
     if marker is not None:
+        hooks.enter_context(suppress(OSError))
+        hooks.callback(marker.unlink, missing_ok=True)
         with suppress(OSError):
             marker.touch()
     hooks.callback(before_each_step(lambda *_: save.copies.wait_in_stream()))

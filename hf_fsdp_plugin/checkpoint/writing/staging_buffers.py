@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Mapping
 
 import torch
 
@@ -104,10 +103,10 @@ class StagingBuffers:
             self._memory[number] = allocate_aligned(size, pinned=pinned)
         return self._memory[number]
 
-    def missing(self, sizes: Mapping[int, int]) -> int:
-        """Return the bytes that :meth:`take` would allocate for buffers of these sizes by number."""
-        held = {number: memory.numel() for number, memory in self._memory.items()}
-        return sum(max(0, round_up(size) - held.get(number, 0)) for number, size in sizes.items())
+    def missing(self, number: int, size: int) -> int:
+        """Return the bytes by which :meth:`take` would enlarge a buffer."""
+        held = self._memory[number].numel() if number in self._memory else 0
+        return max(0, round_up(size) - held)
 
     def close(self) -> None:
         """Free all buffers."""

@@ -52,8 +52,13 @@ MAX_SHARD_SIZE = 50 * 10**9
 """Maximum number of bytes of tensors in one safetensors file; the default of Transformers 5."""
 
 
-def whole_files(shards: ModelShards, stem: str, *, max_shard_size: int = MAX_SHARD_SIZE) -> StateFiles:
-    """Return this rank's part of the safetensors files ``STEM`` with whole tensors. Rank 0 adds headers and index."""
+def model_files(
+    shards: ModelShards, kind: StateDictKind, index: int = 0, *, max_shard_size: int = MAX_SHARD_SIZE
+) -> StateFiles:
+    """Return this rank's part of the files of model ``index``. To whole files, rank 0 adds headers and index."""
+    if kind != "full":
+        return sharded_model_files(shards, index, dist.get_rank())
+    stem = file_names.numbered_from_one(file_names.HF_MODEL, index)
     tensors, is_first = shards.tensors, dist.get_rank() == 0
     files = plan_files([(shard.name, shard.dtype_name, shard.shape) for shard in tensors], max_shard_size, stem)
     mine = shards_to_write(tensors)
@@ -81,16 +86,6 @@ def _runs(shard: LocalShard, begin: int) -> Iterator[Item]:
             place = itertools.zip_longest(offsets, index, strides, fillvalue=0)
             element = sum((offset + number) * stride for offset, number, stride in place)
             yield Item(begin + element * shard.dtype.itemsize, (piece.tensor[index],), name=shard.name)
-
-
-def model_files(
-    shards: ModelShards, kind: StateDictKind, index: int = 0, *, max_shard_size: int = MAX_SHARD_SIZE
-) -> StateFiles:
-    """Return this rank's part of the files of model ``index``."""
-    if kind == "full":
-        stem = file_names.numbered_from_one(file_names.HF_MODEL, index)
-        return whole_files(shards, stem, max_shard_size=max_shard_size)
-    return sharded_model_files(shards, index, dist.get_rank())
 
 
 def sharded_model_files(shards: ModelShards, index: int, rank: int) -> StateFiles:

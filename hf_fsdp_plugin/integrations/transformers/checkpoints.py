@@ -18,8 +18,7 @@ from transformers.trainer_utils import has_length
 
 from hf_fsdp_plugin.backends.ranks.agreement import TRAINING_LIMIT, collective_call, on_all_ranks, wait_for_all_ranks
 from hf_fsdp_plugin.backends.sharding.shard import locate_module
-from hf_fsdp_plugin.checkpoint.checking.inspection import by_number
-from hf_fsdp_plugin.checkpoint.checking.trainer_checkpoint import check_trainer_checkpoint
+from hf_fsdp_plugin.checkpoint.checking.inspection import by_number, check_trainer_checkpoint
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, stored_state_dict_type
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.names import (

@@ -209,7 +209,7 @@ def write_states(
     """
     from hf_fsdp_plugin.checkpoint.checking.verify import files_of_checkpoint
     from hf_fsdp_plugin.checkpoint.saved_state import ModelShards, OptimizerShards, whole_shard
-    from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter
+    from hf_fsdp_plugin.checkpoint.writing.file_parts import PartWriter
     from hf_fsdp_plugin.checkpoint.writing.staging_folder import RankRecord, complete_checkpoint
     from hf_fsdp_plugin.checkpoint.writing.state_files import optimizer_files, sharded_model_files
     from hf_fsdp_plugin.tools.loaded_weights import read_tensor

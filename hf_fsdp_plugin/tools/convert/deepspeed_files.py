@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from hf_fsdp_plugin.checkpoint import errors
 from hf_fsdp_plugin.checkpoint.file_io import read_range
-from hf_fsdp_plugin.checkpoint.formats import boxes, dtypes, stored_tensors
+from hf_fsdp_plugin.checkpoint.formats import boxes, stored_tensors
 from hf_fsdp_plugin.checkpoint.formats.known_formats import DEEPSPEED_FILES
 from hf_fsdp_plugin.checkpoint.formats.pickles import PickledTensor
 from hf_fsdp_plugin.checkpoint.formats.torch_files import open_archive, stored_values
@@ -419,10 +419,10 @@ def _divided(
             message = f"has {found.numel:,} elements of {vector} in {found.dtype}; "
             message += f"{at + end - begin:,} in {dtype} were expected."
             errors.refuse("FSDP-E459", ranks.root / found.file, message, errors.COPY_ALL_RANKS)
-        offset = found.offset + at * dtypes.dtype_size(dtype)
+        offset = found.offset + at * stored_tensors.SIZES[dtype]
         for run in boxes.flat_range(shape, begin, end):
             pieces.append(stored_tensors.StoredPiece(run, found.file, offset, boxes.row_major(run.sizes)))
-            offset += run.numel * dtypes.dtype_size(dtype)
+            offset += run.numel * stored_tensors.SIZES[dtype]
     return stored_tensors.StoredTensor(name, dtype, shape, tuple(pieces))
 
 

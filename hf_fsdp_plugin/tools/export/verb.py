@@ -45,10 +45,10 @@ def find_checkpoint(folder: Path, *, best: bool = False) -> Path:
     """
     skipped: list[tuple[Path, str]] = []
     for prefix in PREFIXES:
-        found, others = first_complete(numbered_checkpoints(folder, prefix))
-        skipped += others
+        before = len(skipped)
+        found = first_complete(numbered_checkpoints(folder, prefix), lambda *each: skipped.append(each))
         if found is not None:
-            for path, why in others:
+            for path, why in skipped[before:]:
                 print(printable(f"{path} is skipped: {why}"), file=sys.stderr)
             return _best(found) if best else found
     if skipped:

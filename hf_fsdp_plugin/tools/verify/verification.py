@@ -21,11 +21,10 @@ from hf_fsdp_plugin.checkpoint.checking.verify import REPLACE_FILE, damage_probl
 from hf_fsdp_plugin.checkpoint.errors import problem
 from hf_fsdp_plugin.checkpoint.file_io import open_for_reading, read_file, read_range
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, read_stored_optimizer
-from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, Manifest, read_manifest
+from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, Manifest, hash_file, read_manifest
 from hf_fsdp_plugin.checkpoint.formats.pickles import read_pickle
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import MAX_PROBLEMS, labelled_tensors
 from hf_fsdp_plugin.checkpoint.formats.torch_files import FileSlice, compare_checksums
-from hf_fsdp_plugin.checkpoint.hashes import hash_file
 from hf_fsdp_plugin.checkpoint.names import BLOCK_FILE, DCP_METADATA, MANIFEST_NAME, OPTIMIZER
 from hf_fsdp_plugin.problems import CheckpointError, Problem, has_errors
 from hf_fsdp_plugin.text import format_names

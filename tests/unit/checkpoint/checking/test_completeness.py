@@ -131,7 +131,8 @@ def test_newest_complete_checkpoint_is_found(tmp_path):
     (run / "checkpoint-101" / "trainer_state.json").unlink()
     (run / "checkpoint-200").touch()
     (run / "checkpoint-best").mkdir()
-    found, skipped = first_complete(numbered_checkpoints(run, "checkpoint-"))
+    skipped: list[tuple[Path, str]] = []
+    found = first_complete(numbered_checkpoints(run, "checkpoint-"), lambda *each: skipped.append(each))
     assert found == run / "checkpoint-10"
     assert [path.name for path, _ in skipped] == ["checkpoint-101", "checkpoint-100"]
     assert "trainer_state.json" in skipped[0][1] and MANIFEST_NAME in skipped[1][1]
@@ -139,15 +140,16 @@ def test_newest_complete_checkpoint_is_found(tmp_path):
 
 def test_none_is_found_without_complete_checkpoint(tmp_path):
     (tmp_path / "checkpoint-1").mkdir()
-    found, skipped = first_complete(numbered_checkpoints(tmp_path, "checkpoint-"))
-    assert found is None and [path.name for path, _ in skipped] == ["checkpoint-1"]
-    assert first_complete(numbered_checkpoints(tmp_path / "nowhere", "checkpoint-")) == (None, [])
+    skipped: list[Path] = []
+    folders = numbered_checkpoints(tmp_path, "checkpoint-")
+    assert first_complete(folders, lambda path, reason: skipped.append(path)) is None and skipped == folders != []
+    assert numbered_checkpoints(tmp_path / "nowhere", "checkpoint-") == []
 
 
 def test_checkpoints_are_found_by_prefix(tmp_path):
     saved.local_checkpoint(tmp_path / "checkpoint_2")
     saved.local_checkpoint(tmp_path / "checkpoint-1")
-    assert first_complete(numbered_checkpoints(tmp_path, "checkpoint_"))[0] == tmp_path / "checkpoint_2"
+    assert [path.name for path in numbered_checkpoints(tmp_path, "checkpoint_")] == ["checkpoint_2"]
     assert [path.name for path in numbered_checkpoints(tmp_path, "checkpoint-")] == ["checkpoint-1"]
 
 

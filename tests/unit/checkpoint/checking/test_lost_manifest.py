@@ -13,7 +13,7 @@ from hf_fsdp_plugin.checkpoint.checking.inspection import why_incomplete
 from hf_fsdp_plugin.checkpoint.formats.boxes import whole_box
 from hf_fsdp_plugin.checkpoint.saved_state import LocalShard, ModelShards, OptimizerShards, Piece
 from hf_fsdp_plugin.checkpoint.writing.dcp_files import complete_folders
-from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter
+from hf_fsdp_plugin.checkpoint.writing.file_parts import PartWriter
 from hf_fsdp_plugin.checkpoint.writing.state_files import model_files, optimizer_files
 from hf_fsdp_plugin.tools.inspect.summary import summarize
 from hf_fsdp_plugin.tools.verify.verification import verify

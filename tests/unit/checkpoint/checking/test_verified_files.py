@@ -13,8 +13,7 @@ from hf_fsdp_plugin.checkpoint.checking import verify
 from hf_fsdp_plugin.checkpoint.checking.verify import VerifiedFiles, check_headers, files_of_checkpoint
 from hf_fsdp_plugin.checkpoint.file_io import InputFiles
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, read_stored_optimizer
-from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord
-from hf_fsdp_plugin.checkpoint.hashes import hash_bytes, hash_file
+from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord, hash_bytes, hash_file
 from hf_fsdp_plugin.problems import CheckpointError
 from tests.support import damages, saved
 

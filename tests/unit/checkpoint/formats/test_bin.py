@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.checkpoint.formats.dtypes import SIZES
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, read_stored_optimizer
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import SIZES
 from hf_fsdp_plugin.problems import CheckpointError
 from tests.support.assembled import assembled as read
 

@@ -10,7 +10,6 @@ import pytest
 
 from hf_fsdp_plugin.checkpoint.formats.boxes import (
     Box,
-    count_uncovered,
     flat_range,
     intersect,
     is_within,
@@ -18,6 +17,7 @@ from hf_fsdp_plugin.checkpoint.formats.boxes import (
     row_major,
     whole_box,
 )
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredPiece, StoredTensor
 
 
 def some_shape(draw: random.Random) -> tuple[int, ...]:
@@ -46,8 +46,13 @@ def test_flat_range_is_contiguous_boxes_in_order(seed: int) -> None:
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
 
+def num_uncovered(shape: tuple[int, ...], boxes: list[Box]) -> int:
+    pieces = tuple(StoredPiece(box, "model.bin", 0, row_major(box.sizes)) for box in boxes)
+    return StoredTensor("weight", "float32", shape, pieces).uncovered()
+
+
 def test_uncovered_elements_are_counted() -> None:
-    assert count_uncovered((4, 2), [Box((0, 0), (2, 2)), Box((3, 0), (1, 1))]) == 3
+    assert num_uncovered((4, 2), [Box((0, 0), (2, 2)), Box((3, 0), (1, 1))]) == 3
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -69,7 +74,7 @@ def test_box_beyond_the_tensor_is_not_within() -> None:
 def test_boxes_of_scalars_and_empty_tensors() -> None:
     assert flat_range((), 0, 1) == [Box((), ())]
     assert intersect(Box((), ()), Box((), ())) == Box((), ())
-    assert (Box((), ()).numel, count_uncovered((), []), count_uncovered((), [Box((), ())])) == (1, 1, 0)
-    assert (count_uncovered((0, 3), []), flat_range((0, 3), 0, 0)) == (0, [])
+    assert (Box((), ()).numel, num_uncovered((), []), num_uncovered((), [Box((), ())])) == (1, 1, 0)
+    assert (num_uncovered((0, 3), []), flat_range((0, 3), 0, 0)) == (0, [])
     assert row_major((2, 3, 4)) == (12, 4, 1)
     assert row_major(()) == ()

@@ -10,8 +10,15 @@ from types import MappingProxyType
 import pytest
 import xxhash
 
-from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord, read_manifest, record_file, to_text
-from hf_fsdp_plugin.checkpoint.hashes import hash_bytes, hash_file
+from hf_fsdp_plugin.checkpoint.formats.manifest import (
+    FileRange,
+    FileRecord,
+    hash_bytes,
+    hash_file,
+    read_manifest,
+    record_file,
+    to_text,
+)
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.problems import CheckpointError
 from tests.support import saved
@@ -52,7 +59,7 @@ def test_manifest_has_a_line_per_file_and_parameter():
 def test_hash_covers_the_bytes_of_the_range(tmp_path):
     data = bytes(n % 251 for n in range(10_000_000))
     (tmp_path / "a").write_bytes(data)
-    assert hash_file(tmp_path / "a") == hash_bytes(data) == xxhash.xxh3_128_hexdigest(data)
+    assert hash_file(tmp_path / "a", 0, len(data)) == hash_bytes(data) == xxhash.xxh3_128_hexdigest(data)
     assert hash_file(tmp_path / "a", 5, 9_000_001) == hash_bytes(memoryview(data)[5:9_000_001])
     assert hash_file(tmp_path / "a", 7, 7) == hash_bytes(b"")
 

@@ -8,8 +8,14 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from hf_fsdp_plugin.checkpoint.formats.dtypes import SAFETENSORS_NAMES, dtype_size
-from hf_fsdp_plugin.checkpoint.formats.safetensors import SafetensorsFile, index_text, num_bytes, plan_files
+from hf_fsdp_plugin.checkpoint.formats.safetensors import (
+    SAFETENSORS_NAMES,
+    SafetensorsFile,
+    index_text,
+    num_bytes,
+    plan_files,
+)
+from hf_fsdp_plugin.checkpoint.formats.stored_tensors import SIZES
 from hf_fsdp_plugin.problems import CheckpointError
 
 GB = 10**9
@@ -39,7 +45,7 @@ def test_data_and_tensors_are_aligned() -> None:
     (file,) = plan_files(tensors, GB)
     assert len(file.header) % 4096 == 0
     assert list(file.offsets) == ["b", "d", "c", "a"]
-    assert all(file.offsets[name] % dtype_size(dtype) == 0 for name, dtype, _ in tensors)
+    assert all(file.offsets[name] % SIZES[dtype] == 0 for name, dtype, _ in tensors)
     assert file.size == len(file.header) + 8 + 12 + 10 + 3
 
 

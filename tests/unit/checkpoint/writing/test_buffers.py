@@ -90,7 +90,7 @@ def test_buffers_are_pinned_and_used_again(device: RecordingDevice) -> None:
     staging = StagingBuffers()
     memory = staging.take(0, SIZE, pinned=True)
     assert memory.numel() == SIZE and staging.take(0, SIZE // 2, pinned=True) is memory
-    assert staging.missing({0: SIZE, 1: SIZE}) == SIZE and staging.missing({0: 2 * SIZE}) == SIZE
+    assert (staging.missing(0, SIZE), staging.missing(1, SIZE), staging.missing(0, 2 * SIZE)) == (0, SIZE, SIZE)
     larger = staging.take(0, 2 * SIZE, pinned=True)
     assert larger.numel() == 2 * SIZE and [name for name, *_ in device.calls] == ["pin", "unpin", "pin"]
     staging.close()
@@ -113,7 +113,7 @@ def test_copies_are_taken_by_a_thread_on_the_device_of_the_rank(
     monkeypatch.setattr(copies, "on_accelerator", lambda parts: True)
     device.set_current(3)
     taken = ShardCopies(StagingBuffers())
-    taken.add(parts_of({"a": torch.arange(10_000)}))
+    taken.parts += parts_of({"a": torch.arange(10_000)})
     taken.begin()
     device.calls.clear()
     thread = threading.Thread(target=taken.take)
@@ -136,8 +136,7 @@ def test_step_waits_for_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
         copy(*args)
 
     monkeypatch.setattr(copies, "copy_window", late_copy)
-    taken.add(parts_of({"weight": weight}))
-    taken.add(parts_of({"state": state}))
+    taken.parts += parts_of({"weight": weight, "state": state})
     taken.begin()
     thread = threading.Thread(target=taken.take)
     thread.start()
@@ -146,8 +145,10 @@ def test_step_waits_for_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     weight.zero_()  # the optimizer step
     state.zero_()
     thread.join()
-    for (_, memory), tensor in zip(taken.staged(), expected, strict=True):
+    memory = taken.memory
+    for part, tensor in zip(taken.parts, expected, strict=True):
         assert torch.equal(memory[4 : 4 + tensor.nbytes].clone().view(tensor.dtype), tensor)
+        memory = memory[part.span :]
 
 
 @pytest.mark.parametrize("changed", ["all", "some", "none"])
@@ -157,7 +158,7 @@ def test_changes_before_the_step_are_found(changed: str, monkeypatch: pytest.Mon
     tensors = {f"{number}": torch.full((50 + number,), float(number)) for number in range(700)}
     tensors |= {"weight": torch.zeros(9_000), "state": torch.zeros(9_000, dtype=torch.bfloat16)}
     taken = ShardCopies(StagingBuffers())
-    taken.add(parts_of(tensors))
+    taken.parts += parts_of(tensors)
     taken.begin()
     assert taken._samples is not None and taken._samples.numel() <= 256 * 256
     for tensor in [] if changed == "none" else [*tensors.values()][:: 7 if changed == "some" else 1]:

@@ -22,8 +22,8 @@ from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.reading.resharding import load_model
 from hf_fsdp_plugin.checkpoint.saved_state import optimizer_shards
 from hf_fsdp_plugin.checkpoint.writing import manager as saves
+from hf_fsdp_plugin.checkpoint.writing.file_parts import PartWriter
 from hf_fsdp_plugin.checkpoint.writing.manager import CheckpointManager
-from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter
 from hf_fsdp_plugin.problems import CheckpointError
 from tests.support.saved import manifest
 

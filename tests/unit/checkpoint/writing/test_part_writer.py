@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,14 +12,8 @@ import pytest
 import torch
 
 from hf_fsdp_plugin.checkpoint.file_io import PAGE
-from hf_fsdp_plugin.checkpoint.writing import file_parts, part_writer
-from hf_fsdp_plugin.checkpoint.writing.file_parts import (
-    FilePart,
-    Item,
-    shared_file,
-    whole_file,
-)
-from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter
+from hf_fsdp_plugin.checkpoint.writing import file_parts
+from hf_fsdp_plugin.checkpoint.writing.file_parts import FilePart, Item, PartWriter, shared_file, whole_file
 from hf_fsdp_plugin.devices import Device
 
 NUM_WINDOWS = 3
@@ -42,15 +37,15 @@ class Stream:
 
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
-    stream, copy_window = Stream(), part_writer.copy_window
+    stream, copy_window = Stream(), file_parts.copy_window
 
     def record(device: Device) -> SimpleNamespace:
         number = stream.num_started
         return SimpleNamespace(synchronize=lambda: stream.finish(number))
 
-    monkeypatch.setattr(part_writer, "copy_window", lambda *args: stream.start(lambda: copy_window(*args)))
+    monkeypatch.setattr(file_parts, "copy_window", lambda *args: stream.start(lambda: copy_window(*args)))
     monkeypatch.setattr(Device, "record_event", record)
-    monkeypatch.setattr(part_writer, "on_accelerator", lambda parts: True)
+    monkeypatch.setattr(file_parts, "on_accelerator", lambda parts: True)
     monkeypatch.setattr(file_parts, "WINDOW", PAGE)
     return stream
 
@@ -71,13 +66,13 @@ def test_next_window_is_copied_while_one_is_written(
 ) -> None:
     part, content = part_of(NUM_WINDOWS * PAGE - 100)
     started: list[int] = []
-    write = part_writer._write_window
+    write = file_parts._write_window
 
     def recorded(*args: Any, **kwargs: Any) -> None:
         started.append(stream.num_started)
         write(*args, **kwargs)
 
-    monkeypatch.setattr(part_writer, "_write_window", recorded)
+    monkeypatch.setattr(file_parts, "_write_window", recorded)
     PartWriter().write(tmp_path, [part])
     assert (tmp_path / "file").read_bytes() == content
     assert started == [2, 3, 3], "one copy more than writes, until there are no more windows"
@@ -87,9 +82,9 @@ def test_failed_write_waits_for_copies_to_its_memory(
     stream: Stream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*args: Any, **kwargs: Any) -> None:
-        raise OSError("disk full")
+        raise OSError(errno.ENOSPC, "disk full")
 
-    monkeypatch.setattr(part_writer, "_write_window", failing)
+    monkeypatch.setattr(file_parts, "_write_window", failing)
     with pytest.raises(OSError, match="disk full"):
         PartWriter().write(tmp_path, [part_of(NUM_WINDOWS * PAGE)[0]])
     assert stream.num_started == 2 and stream.pending == []
