@@ -155,10 +155,8 @@ def _row_of_flag(name: str) -> SettingRow | None:
     default: Scope = "training" if name in OPTIONAL_VALUE else "launch"
     prefixes = vocabulary.PREFIXES.items()
     scope = next((scope for scope, prefix in prefixes if prefix and name.startswith(prefix)), default)
-    row = find_row(name, (scope,))
-    if row is None or row.opens is not None or vocabulary.plain_key(name, row.scope) not in row.spellings:
-        return None
-    return row
+    row = vocabulary.BY_KEY.get((scope, vocabulary.plain_key(name, scope)))
+    return row if row is not None and row.opens is None else None
 
 
 _ALL_SCOPES: tuple[Scope, ...] = ("launch", "fsdp", "parallelism", "precision", "dynamo", "fp8", "training")

@@ -298,15 +298,13 @@ def read_text(file: ConfigFile) -> str:
 
 def _read_bytes(path: Path, source: str) -> bytes:
     try:
-        if not path.is_file():
-            message = "the path is not a regular file." if path.exists() else "the file does not exist."
-            fix = "Check the path. accelerate config writes a config file."
-            raise ConfigFileError("FSDP-E001", message, fix, source=source)
-        with path.open("rb") as file:
-            return file.read(MAX_BYTES + 1)
+        if path.is_file():
+            with path.open("rb") as file:
+                return file.read(MAX_BYTES + 1)
+        message = "the path is not a regular file." if path.exists() else "the file does not exist."
     except (OSError, ValueError) as error:
-        if isinstance(error, SpecError):
-            raise
         message = f"the file cannot be read: {getattr(error, 'strerror', None) or error}."
         fix = "Check the path and its permissions."
         raise ConfigFileError("FSDP-E003", message, fix, source=one_line(source)) from None
+    fix = "Check the path. accelerate config writes a config file."
+    raise ConfigFileError("FSDP-E001", message, fix, source=source)
