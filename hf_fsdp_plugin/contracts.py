@@ -113,8 +113,11 @@ class ContractError(SpecError):
 
     def __init__(self, contract: Contract, detail: str) -> None:
         self.contract, library = contract, contract.library
-        oldest, newest = SUPPORTED.get(library, ("", ""))
-        remedy = f"Install {library}>={oldest},<{_next_minor(newest)}, or a newer hf_fsdp_plugin. " if oldest else ""
+        remedy = ""
+        if library in SUPPORTED:
+            oldest, newest = SUPPORTED[library]
+            major, minor, *_ = release_of(newest)
+            remedy = f"Install {library}>={oldest},<{major}.{minor + 1}, or a newer hf_fsdp_plugin. "
         name = " ".join(filter(None, (library, installed_versions().get(library))))
         message = f"{name} {detail}, which is needed for {contract.use}."
         super().__init__([Problem(code="FSDP-E620", message=message, fix=remedy + _DOCTOR)])
@@ -134,11 +137,6 @@ def missing_attribute_error(error: AttributeError, rows: Sequence[Contract]) -> 
     """Return the error of the row whose name, or class with the name, an object lacks; ``None`` if there is no row."""
     found = (row for row in rows if error.name in (*row.target.partition(":")[2].split("."), *row.instead))
     return next(map(missing_name_error, found), None)
-
-
-def _next_minor(version: str) -> str:
-    major, minor, *_ = release_of(version)
-    return f"{major}.{minor + 1}"
 
 
 def import_target(target: str, rows: Sequence[Contract]) -> Any:

@@ -34,14 +34,6 @@ class DeviceEvent(Protocol):
         """Wait for the event, in any thread."""
 
 
-class _CpuEvent:
-    """An event of the CPU, which has no streams."""
-
-    def record(self) -> None: ...
-
-    wait = synchronize = record
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
     """The CPU, or an accelerator whose module in torch (``torch.xpu``) has the functions of ``torch.cuda``.
@@ -75,7 +67,7 @@ class Device:
 
     def is_initialized(self) -> bool:
         """Whether this process has used the device."""
-        return self._is_cpu or (self._module.is_available() and self._module.is_initialized())
+        return self._module.is_available() and self._module.is_initialized()
 
     def count(self) -> int:
         """Number of devices that this process sees; 0 for the CPU."""
@@ -95,15 +87,13 @@ class Device:
 
     def record_event(self) -> DeviceEvent:
         """Return an event after the kernels and copies that were started so far on the current stream."""
-        if self._is_cpu:
-            return _CpuEvent()
         event: DeviceEvent = self._module.Event()
         event.record()
         return event
 
     def new_stream(self) -> contextlib.AbstractContextManager[object]:
         """Return a block in which the calling thread's current stream is another one."""
-        return contextlib.nullcontext() if self._is_cpu else self._module.stream(self._module.Stream())
+        return self._module.stream(self._module.Stream())
 
     def pin(self, memory: torch.Tensor) -> bool:
         """Page-lock existing CPU memory. Returns ``False`` if that is impossible; copies are then slower."""

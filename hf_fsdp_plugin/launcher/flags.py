@@ -15,7 +15,7 @@ from typing import Any, Final, NoReturn
 import yaml
 
 from hf_fsdp_plugin.problems import UsageError
-from hf_fsdp_plugin.sources.command_line import RENAMED, SWITCHES, flag_name, remedy_of_switch
+from hf_fsdp_plugin.sources.command_line import SWITCHES, flag_name, remedy_of_switch
 from hf_fsdp_plugin.vocabulary import BY_KEY, ROWS, WORDS, Scope, SettingRow, nearest_word, similar_key
 
 FLAG_TABLES: Final[Mapping[str, Any]] = yaml.load(
@@ -141,7 +141,7 @@ class Parser(argparse.ArgumentParser):
         if any(isinstance(action, SettingFlag) for action in self._actions):
             if reason := why_refused(name):
                 return f"{written} {reason}"
-            near = FLAG_TABLES["other_launchers"].get(name) or RENAMED.get(name, "")
+            near = FLAG_TABLES["other_launchers"].get(name, "")
             near = near or (similar_key(name, _PREFIXED) if name.startswith(("fsdp_", "parallelism_config_")) else "")
         if not near:
             known = [flag[2:] for action in self._actions for flag in action.option_strings if flag.startswith("--")]

@@ -119,6 +119,3 @@ def _parse_fsdp_config(config: FsdpConfig | ConfigFile, source: str) -> tuple[No
 
 def _keys_of(root: Node) -> set[str]:
     return {entry.key.strip().lower() for entry in root.value}
-
-
-
