@@ -105,11 +105,8 @@ class Observers:
                 context = self._call(observer, getattr(observer, event), *args)
                 if context is not None:
                     self._call(observer, context.__enter__)
-                    stack.push(functools.partial(self._leave, observer, context))
+                    stack.push(functools.partial(self._call, observer, context.__exit__))
             yield
-
-    def _leave(self, observer: Observer, context: AbstractContextManager[Any], *details: Any) -> None:
-        self._call(observer, context.__exit__, *details)
 
     def _call(self, observer: Observer, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:

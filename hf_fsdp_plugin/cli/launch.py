@@ -190,11 +190,7 @@ def _sources(arguments: flags.LaunchArguments) -> Sources:
         config: ConfigFile | None = ConfigFile.at(given)
     elif config := environment_variables.default_config_file(os.environ):
         _print_notices(arguments, f"no --config_file: reading Accelerate's default config file {config.shown}")
-    sources = Sources(
-        config=config,
-        command_line=arguments.command_line,
-        overrides=arguments.overrides,
-    )
+    sources = Sources(config=config, command_line=arguments.command_line, overrides=arguments.overrides)
     return cast(Sources, tool("convert.conversion").with_converted_config(sources, arguments.script_args))
 
 

@@ -250,11 +250,8 @@ def parse_launch_arguments(argv: Sequence[str], prog: str = "hf-fsdp launch") ->
 
 def read_launch_arguments(args: argparse.Namespace) -> LaunchArguments:
     """Return the arguments that the flags of :func:`add_launch_flags` set."""
-    options = {
-        dest.removeprefix("launch."): value
-        for dest, value in vars(args).items()
-        if dest.startswith("launch.") and value is not None
-    }
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    options = {name.removeprefix("launch."): given[name] for name in given if name.startswith("launch.")}
     words = args.command[1:] if args.command[:1] == ["--"] else args.command
     return LaunchArguments(
         options=options,

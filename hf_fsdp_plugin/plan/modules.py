@@ -254,11 +254,6 @@ def _own_classes(tree: ModuleTree, problems: ProblemCollector) -> set[str]:
     return set(repeated)
 
 
-def has_no_layers(spec: FsdpSpec, tree: ModuleTree) -> bool:
-    """Whether the policy wraps layers that the config does not name, and the model neither declares nor repeats any."""
-    return spec.wrap.policy == "transformer" and not spec.wrap.classes and not tree.own_classes()
-
-
 def _by_size(tree: ModuleTree, threshold: int) -> tuple[str, ...]:
     ignored = {id(entry.parameter) for entry in tree.parameters if entry.ignored}
     selected: dict[int, None] = {}

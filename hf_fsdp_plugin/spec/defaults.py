@@ -6,24 +6,19 @@ All other defaults are those of the fields in ``fsdp_spec``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, Final
 
 from hf_fsdp_plugin.sources.interface import SourceFamily
 
-FAMILY_DEFAULTS: Final[Mapping[SourceFamily | None, Mapping[str, Any]]] = MappingProxyType(
-    {
-        "accelerate": {"fsdp.version": 1, "wrap.policy": "none"},
-        "training_arguments": {"fsdp.version": 2, "wrap.policy": "transformer"},
-        None: {"fsdp.version": 2},
-    }
-)
+FAMILY_DEFAULTS: Final[Mapping[SourceFamily | None, Mapping[str, Any]]] = {
+    "accelerate": {"fsdp.version": 1, "wrap.policy": "none"},
+    "training_arguments": {"fsdp.version": 2, "wrap.policy": "transformer"},
+    None: {"fsdp.version": 2},
+}
 """Family of a source, ``None`` if no source mentions FSDP -> the defaults that depend on it."""
 
-VERSION_DEFAULTS: Final[Mapping[int, Mapping[str, Any]]] = MappingProxyType(
-    {
-        1: {"prefetch.backward": "none", "fp8.all_gather": False},
-        2: {"prefetch.backward": "pre", "fp8.all_gather": True},
-    }
-)
+VERSION_DEFAULTS: Final[Mapping[int, Mapping[str, Any]]] = {
+    1: {"prefetch.backward": "none", "fp8.all_gather": False},
+    2: {"prefetch.backward": "pre", "fp8.all_gather": True},
+}
 """FSDP version -> the defaults that depend on it."""

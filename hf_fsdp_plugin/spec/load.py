@@ -17,7 +17,7 @@ from hf_fsdp_plugin.sources.interface import Setting, Sources, SourceSettings, c
 from hf_fsdp_plugin.sources.script_objects import ARGUMENTS, FsdpOptions
 from hf_fsdp_plugin.spec.defaults import FAMILY_DEFAULTS
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
-from hf_fsdp_plugin.spec.precedence import PRECEDENCE, active_settings, derive_spec, merge_levels, sorted_by_precedence
+from hf_fsdp_plugin.spec.precedence import LEVELS, PRECEDENCE, active_settings, derive_spec, merge_levels
 from hf_fsdp_plugin.spec.rules import check_rules
 from hf_fsdp_plugin.spec.value_parsers import parse_settings
 from hf_fsdp_plugin.strategies import STRATEGIES
@@ -134,7 +134,8 @@ def add_settings(given: Sequence[SourceSettings], **sources: Any) -> list[Source
             new = before.joined(new) if new.level in _WORDS else new
         if new.level != environment_variables.SOURCE:
             result.append(new)
-    return sorted_by_precedence(result)
+    # Settings without a level are problems only.
+    return sorted(result, key=lambda source: LEVELS.index(source.level) if source.level else -1)
 
 
 def combine(given: Sequence[SourceSettings]) -> Assessment:
@@ -154,11 +155,7 @@ MADE_FROM_SPEC: Final = "_hf_fsdp_made_from_spec"
 
 
 def with_script_settings(
-    spec: FsdpSpec,
-    *,
-    values: Mapping[str, Any] = MappingProxyType({}),
-    origin: Origin = DEFAULT_ORIGIN,
-    **sources: Any,
+    spec: FsdpSpec, *, values: Mapping[str, Any] = MappingProxyType({}), origin: Origin = DEFAULT_ORIGIN, **sources: Any
 ) -> FsdpSpec:
     """Return a checked spec with settings that a script makes after the spec: they override it, and are reported.
 
