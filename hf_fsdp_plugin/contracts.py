@@ -19,7 +19,7 @@ import os
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ContextDecorator, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, ParamSpec, TypeVar
@@ -72,17 +72,18 @@ class Contract:
         return self.target.rpartition(":")[2].rpartition(".")[2]
 
 
-def contracts_of(owner: str, without: Without, use: str, *names: str) -> tuple[Contract, ...]:
+def contracts_of(owner: str, without: Without, use: str, *names: str, **fields: str) -> tuple[Contract, ...]:
     """Return one row for each name.
 
     Args:
         owner: ``module`` or ``module:Class`` that has the names.
         names: a name, or ``"new|old"`` if other supported versions have another name in its place.
+        fields: ``behavior`` and ``since`` of all rows.
     """
     separator = "." if ":" in owner else ":"
     split = [name.split("|") for name in names]
     return tuple(
-        Contract(target=f"{owner}{separator}{name}", use=use, without=without, instead=tuple(instead))
+        Contract(target=f"{owner}{separator}{name}", use=use, without=without, instead=tuple(instead), **fields)
         for name, *instead in split
     )
 
@@ -99,8 +100,7 @@ def contracts_in(file: str) -> tuple[Contract, ...]:
     for group in _read_table(path.with_name("contracts.yaml"))[path.stem]:
         fields = {name: group[name] for name in ("behavior", "since") if name in group}
         for owner, names in group["names"].items():
-            rows = contracts_of(owner, group["without"], group["use"], *names.split())
-            found += [replace(row, **fields) for row in rows]
+            found += contracts_of(owner, group["without"], group["use"], *names.split(), **fields)
     return tuple(found)
 
 

@@ -105,8 +105,11 @@ class Observers:
                 context = self._call(observer, getattr(observer, event), *args)
                 if context is not None:
                     self._call(observer, context.__enter__)
-                    stack.push(functools.partial(self._call, observer, context.__exit__))
+                    stack.push(functools.partial(self._leave, observer, context))
             yield
+
+    def _leave(self, observer: Observer, context: AbstractContextManager[Any], *details: Any) -> None:
+        self._call(observer, context.__exit__, *details)
 
     def _call(self, observer: Observer, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:

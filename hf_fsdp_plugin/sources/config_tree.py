@@ -79,13 +79,9 @@ class Node:
 class ObjectText(str):
     """The text of an object such as a dtype, which may be a choice, but is not text that a user wrote."""
 
-    __slots__ = ()
-
 
 class Entries(tuple[ConfigEntry, ...]):
     """The entries of a mapping, in their original order."""
-
-    __slots__ = ()
 
 
 def one_line(text: str) -> str:

@@ -36,7 +36,6 @@ class Sources:
             them, such a config is an error.
         allows_deepspeed: whether `config` may be a file of Accelerate for DeepSpeed, such as that of the ``accelerate
             launch`` that has started this process with DeepSpeed.
-        problems: the problems found by :func:`sources.environment.locate_config`.
     """
 
     config: ConfigFile | Mapping[str, Any] | None = None
@@ -52,7 +51,6 @@ class Sources:
     as_launched: bool = False
     converted: SourceSettings | None = None
     allows_deepspeed: bool = False
-    problems: tuple[Problem, ...] = ()
 
 
 def config_of(config: str | Path | ConfigFile | Mapping[str, Any] | None) -> ConfigFile | Mapping[str, Any] | None:

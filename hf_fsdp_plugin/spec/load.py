@@ -108,8 +108,8 @@ def read_settings(sources: Sources) -> list[SourceSettings]:
     Raises:
         SpecError: a value of a source contains itself.
     """
-    sources = locate_config(sources)
-    located = [SourceSettings(problems=list(sources.problems))] if sources.problems else []
+    sources, problems = locate_config(sources)
+    located = [SourceSettings(problems=problems)] if problems else []
     read = ((level, reader(sources)) for level, reader in PRECEDENCE)
     return located + [parse_settings(replace(found, level=level)) for level, found in read if found is not None]
 

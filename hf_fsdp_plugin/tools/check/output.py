@@ -142,7 +142,7 @@ def plan_with_problems(
 
 def load_meta_model(model: str) -> nn.Module:
     """Return the model on the meta device. Raises ``SpecError`` if it does not exist or cannot be built (FSDP-E709)."""
-    from hf_fsdp_plugin.plan.meta_model import meta_model
+    from hf_fsdp_plugin.tools.meta_model import meta_model
 
     with reading_model(model):
         return meta_model(model)
