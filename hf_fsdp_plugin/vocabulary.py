@@ -1,9 +1,9 @@
 """The table of settings in ``vocabulary.yaml``: names, values and accepted keys.
 
-To support another key or value, add it to a row there; the defaults are in ``spec/fsdp_spec.py`` and
-``spec/defaults.py``. Keys are compared in lower case, with ``-`` replaced by ``_`` and without the prefix of their
-scope: ``fsdp_offload_params``, ``OFFLOAD_PARAMS`` and ``--fsdp-offload-params`` are the same key. The functions before
-the table define how values are compared.
+To support another key or value, add it to a row there; the defaults are in ``spec/fsdp_spec.py``. Keys are compared in
+lower case, with ``-`` replaced by ``_`` and without the prefix of their scope: ``fsdp_offload_params``,
+``OFFLOAD_PARAMS`` and ``--fsdp-offload-params`` are the same key. The functions before the table define how values are
+compared.
 """
 
 from __future__ import annotations

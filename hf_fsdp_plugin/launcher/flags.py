@@ -34,26 +34,18 @@ _UNSUPPORTED: Final[Mapping[str, str]] = {
 _UNSUPPORTED_PREFIXES: Final = tuple(WORDS["flag_prefixes_of_other_engines"])
 
 
-class Suggested(tuple[str, ...]):
-    """Values for completion in a shell. The reader of the value checks it, and accepts more spellings."""
-
-    def __contains__(self, value: object) -> bool:
-        return True
-
-
 class SettingFlag(argparse.Action):
     """Appends the flag as it is written, with its value after ``=``, to ``command_line``, for ``load_spec``.
 
     Args:
         about: the meaning of the setting, also where the help does not list it.
+        row: the setting, if it is one.
         aliases: names that are accepted too, with underscores.
     """
 
-    def __init__(
-        self, option_strings: Sequence[str], dest: str, about: str, aliases: Sequence[str], **options: Any
-    ) -> None:
-        super().__init__(option_strings, dest, default=(), **options)
-        self.about, self.aliases = about, aliases
+    def __init__(self, *, about: str, row: SettingRow | None, aliases: Sequence[str], **options: Any) -> None:
+        super().__init__(default=(), **options)
+        self.about, self.row, self.aliases = about, row, aliases
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         flag = str(option_string) if self.nargs == 0 else f"{option_string}={values}"
@@ -195,10 +187,10 @@ def add_setting_flags(parser: Parser, *, is_shown: bool = False) -> None:
 
     def add(to: Any, name: str, metavar: str, about: str, row: SettingRow | None, aliases: Sequence[str] = ()) -> None:
         if name not in known:
-            kind = {"metavar": metavar, "choices": _values_of(row)} if metavar else {"nargs": 0}
+            kind = {"metavar": metavar} if metavar else {"nargs": 0}
             shown = (is_shown and to is group and about) or argparse.SUPPRESS
             options = {"action": SettingFlag, "dest": "command_line", "about": about, "help": shown, **kind}
-            to.add_argument(f"--{name}", aliases=aliases, **options)
+            to.add_argument(f"--{name}", row=row, aliases=aliases, **options)
 
     for name, (value, about) in FLAG_TABLES["settings"].items():
         add(group, name, value, about, BY_KEY.get(("launch", name)))
@@ -206,14 +198,6 @@ def add_setting_flags(parser: Parser, *, is_shown: bool = False) -> None:
         if row.scope in _PREFIXED and row.opens is None:
             aliases = [row.key.removesuffix(row.spellings[0]) + spelling for spelling in row.spellings]
             add(parser, row.key, "" if row.key in SWITCHES else "VALUE", row.about, row, aliases)
-
-
-def _values_of(row: SettingRow | None) -> Suggested | None:
-    if row is None:
-        return None
-    if row.kind in ("bool", "reshard"):
-        return Suggested(("true", "false"))
-    return Suggested(value for value in row.choices if value != "auto") or None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -39,7 +39,8 @@ def resolve_mesh(world_size: int, local_world_size: int | None, problems: Proble
         num_processes = world_size if asked == "auto" else asked
         usual = num_processes // num_machines if num_processes % num_machines == 0 else world_size
         local = usual if local_world_size is None else local_world_size
-        shard = max(1, min(local // sizes.ranks_per_sample, num_data_ranks))
+        on_machine = max(1, min(local // sizes.ranks_per_sample, num_data_ranks))
+        shard = on_machine
         if num_data_ranks % shard:
             message = f"the world size {world_size} is not divisible by the {shard} ranks of one machine."
             problems.add("FSDP-E129", "mesh.shard", message, divisor_remedy("mesh.shard", world_size))

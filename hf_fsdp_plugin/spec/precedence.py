@@ -11,8 +11,7 @@ from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.sources import accelerate_file, command_line, environment_variables, script_objects
 from hf_fsdp_plugin.sources.interface import AUTO_WRAP, OFF, Reader, Setting, SourceSettings
 from hf_fsdp_plugin.sources.script_objects import PARALLELISM, PLUGIN, read_parallelism_config, read_plugin
-from hf_fsdp_plugin.spec.defaults import VERSION_DEFAULTS
-from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
+from hf_fsdp_plugin.spec.fsdp_spec import VERSION_DEFAULTS, FsdpSpec
 from hf_fsdp_plugin.strategies import DEFAULT_STRATEGY, STRATEGIES, Strategy, strategy_of
 
 PRECEDENCE: Final[tuple[tuple[str, Reader], ...]] = (
