@@ -66,7 +66,7 @@ class Device:
 
     def is_initialized(self) -> bool:
         """Whether this process has used the device."""
-        return self._module.is_available() and self._module.is_initialized()
+        return self._is_cpu or (self._module.is_available() and self._module.is_initialized())
 
     def count(self) -> int:
         """Number of devices that this process sees; 0 for the CPU."""

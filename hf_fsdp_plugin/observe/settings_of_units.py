@@ -51,9 +51,8 @@ def read_strategy(run: ObservedRun) -> ObservedValue:
 
 
 def _differs_in_reshard_only(value: str, planned: str) -> bool:
-    if value == planned or value not in STRATEGIES:
-        return False
-    return STRATEGIES[value].counterpart(reshard=STRATEGIES[planned].reshards_after_forward) is STRATEGIES[planned]
+    row, other = STRATEGIES[planned], STRATEGIES.get(value)
+    return other is not None and other is not row and other.counterpart(reshard=row.reshards_after_forward) is row
 
 
 def _strategy_of_mesh(unit: UnitObservation) -> str:

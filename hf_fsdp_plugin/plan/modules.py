@@ -121,9 +121,7 @@ class ModuleTree:
         Modules without modules inside them are layers only if nothing else repeats.
         """
         repeated = self._repeated_modules()
-        sizes = {
-            name: sum(p.numel() for module in found for p in module.parameters()) for name, found in repeated.items()
-        }
+        sizes = {name: sum(p.numel() for m in found for p in m.parameters()) for name, found in repeated.items()}
         least = max(1, _LEAST_SHARE * sum(entry.parameter.numel() for entry in self.parameters))
         longest = max(map(len, repeated.values()), default=0)
         layers = [n for n, found in repeated.items() if sizes[n] >= least and len(found) >= _LEAST_COUNT * longest]
