@@ -15,7 +15,7 @@ from typing import Any, Final, NoReturn
 import yaml
 
 from hf_fsdp_plugin.problems import UsageError
-from hf_fsdp_plugin.sources.command_line import SWITCHES, flag_name, remedy_of_switch
+from hf_fsdp_plugin.sources.command_line import SHORT_FLAGS, SWITCHES, flag_name, remedy_of_switch
 from hf_fsdp_plugin.vocabulary import BY_KEY, ROWS, WORDS, Scope, SettingRow, nearest_word, similar_key
 
 FLAG_TABLES: Final[Mapping[str, Any]] = yaml.load(
@@ -24,7 +24,6 @@ FLAG_TABLES: Final[Mapping[str, Any]] = yaml.load(
 )
 """The tables of ``flags.yaml``: name of a table -> flag -> its value, which is empty for a switch, and its help."""
 _PREFIXED: Final[tuple[Scope, ...]] = ("fsdp", "parallelism", "dynamo", "fp8")
-_SHORT: Final = {"module": "-m", "quiet": "-q", "tee": "-t"}
 _NOT_FSDP: Final = "this launcher runs FSDP only. Use `accelerate launch` for other engines."
 _UNSUPPORTED: Final[Mapping[str, str]] = {
     **dict.fromkeys(WORDS["flags_of_other_engines"], _NOT_FSDP),
@@ -157,7 +156,7 @@ def add_launch_flags(parser: Parser) -> None:
     known = parser.by_name()
     for name, (value, about) in FLAG_TABLES["launch"].items():
         if name not in known:
-            flags = [f"--{name}", *([_SHORT[name]] if name in _SHORT else [])]
+            flags = [f"--{name}", *(f"-{letter}" for letter, long in SHORT_FLAGS.items() if long == name)]
             choices = value.split("|") if "|" in value and value.islower() else None
             kind: dict[str, Any] = {"action": _LauncherFlag, "metavar": value, "choices": choices}
             if not value:

@@ -28,7 +28,7 @@ TORCHRUN = "variables of torchrun"
 """Name of the level of the variables that replace flags of ``torchrun``."""
 TORCHRUN_KEYS: Mapping[str, str] = TABLES["torchrun_keys"]
 TORCHRUN_FLAGS: Mapping[str, str] = TABLES["torchrun_flags"]
-_AGENT = "TORCHELASTIC_RUN_ID"
+AGENT_VARIABLE = "TORCHELASTIC_RUN_ID"
 """A variable that torch's agent sets in its ranks. In these, the variables of ``torchrun`` have no effect any more."""
 LAUNCHER_MIN_NUM_PARAMS = "100000000"
 """Value that ``accelerate launch`` always sets by default, even without the size policy."""
@@ -79,7 +79,7 @@ def _add(out: Collector, name: str, value: str, variables: Mapping[str, str]) ->
 
 def torchrun_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of ``torchrun`` that are set, outside of its ranks."""
-    known = () if _AGENT in environ else (*TORCHRUN_KEYS, *TORCHRUN_FLAGS)
+    known = () if AGENT_VARIABLE in environ else (*TORCHRUN_KEYS, *TORCHRUN_FLAGS)
     return {name: environ[name].strip() for name in known if environ.get(name, "").strip()}
 
 
