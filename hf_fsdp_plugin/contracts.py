@@ -19,7 +19,7 @@ import os
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ContextDecorator, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, ParamSpec, TypeVar
@@ -72,17 +72,18 @@ class Contract:
         return self.target.rpartition(":")[2].rpartition(".")[2]
 
 
-def contracts_of(owner: str, without: Without, use: str, *names: str) -> tuple[Contract, ...]:
+def contracts_of(owner: str, without: Without, use: str, *names: str, **fields: str) -> tuple[Contract, ...]:
     """Return one row for each name.
 
     Args:
         owner: ``module`` or ``module:Class`` that has the names.
         names: a name, or ``"new|old"`` if other supported versions have another name in its place.
+        fields: ``behavior`` and ``since`` of all rows.
     """
     separator = "." if ":" in owner else ":"
     split = [name.split("|") for name in names]
     return tuple(
-        Contract(target=f"{owner}{separator}{name}", use=use, without=without, instead=tuple(instead))
+        Contract(target=f"{owner}{separator}{name}", use=use, without=without, instead=tuple(instead), **fields)
         for name, *instead in split
     )
 
@@ -99,8 +100,7 @@ def contracts_in(file: str) -> tuple[Contract, ...]:
     for group in _read_table(path.with_name("contracts.yaml"))[path.stem]:
         fields = {name: group[name] for name in ("behavior", "since") if name in group}
         for owner, names in group["names"].items():
-            rows = contracts_of(owner, group["without"], group["use"], *names.split())
-            found += [replace(row, **fields) for row in rows]
+            found += contracts_of(owner, group["without"], group["use"], *names.split(), **fields)
     return tuple(found)
 
 
@@ -113,8 +113,11 @@ class ContractError(SpecError):
 
     def __init__(self, contract: Contract, detail: str) -> None:
         self.contract, library = contract, contract.library
-        oldest, newest = SUPPORTED.get(library, ("", ""))
-        remedy = f"Install {library}>={oldest},<{_next_minor(newest)}, or a newer hf_fsdp_plugin. " if oldest else ""
+        remedy = ""
+        if library in SUPPORTED:
+            oldest, newest = SUPPORTED[library]
+            major, minor, *_ = release_of(newest)
+            remedy = f"Install {library}>={oldest},<{major}.{minor + 1}, or a newer hf_fsdp_plugin. "
         name = " ".join(filter(None, (library, installed_versions().get(library))))
         message = f"{name} {detail}, which is needed for {contract.use}."
         super().__init__([Problem(code="FSDP-E620", message=message, fix=remedy + _DOCTOR)])
@@ -134,11 +137,6 @@ def missing_attribute_error(error: AttributeError, rows: Sequence[Contract]) -> 
     """Return the error of the row whose name, or class with the name, an object lacks; ``None`` if there is no row."""
     found = (row for row in rows if error.name in (*row.target.partition(":")[2].split("."), *row.instead))
     return next(map(missing_name_error, found), None)
-
-
-def _next_minor(version: str) -> str:
-    major, minor, *_ = release_of(version)
-    return f"{major}.{minor + 1}"
 
 
 def import_target(target: str, rows: Sequence[Contract]) -> Any:

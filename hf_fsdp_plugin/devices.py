@@ -13,7 +13,6 @@ import os
 import resource
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from hf_fsdp_plugin.problems import Problem, SpecError
@@ -32,14 +31,6 @@ class DeviceEvent(Protocol):
 
     def synchronize(self) -> None:
         """Wait for the event, in any thread."""
-
-
-class _CpuEvent:
-    """An event of the CPU, which has no streams."""
-
-    def record(self) -> None: ...
-
-    wait = synchronize = record
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,15 +86,13 @@ class Device:
 
     def record_event(self) -> DeviceEvent:
         """Return an event after the kernels and copies that were started so far on the current stream."""
-        if self._is_cpu:
-            return _CpuEvent()
         event: DeviceEvent = self._module.Event()
         event.record()
         return event
 
     def new_stream(self) -> contextlib.AbstractContextManager[object]:
         """Return a block in which the calling thread's current stream is another one."""
-        return contextlib.nullcontext() if self._is_cpu else self._module.stream(self._module.Stream())
+        return self._module.stream(self._module.Stream())
 
     def pin(self, memory: torch.Tensor) -> bool:
         """Page-lock existing CPU memory. Returns ``False`` if that is impossible; copies are then slower."""
@@ -153,16 +142,16 @@ class CudaDevice(Device):
         return code == 0
 
 
-_VISIBLE_VARIABLES: Final[Mapping[str, str]] = MappingProxyType(
-    {"npu": "ASCEND_RT_VISIBLE_DEVICES", "mlu": "MLU_VISIBLE_DEVICES", "musa": "MUSA_VISIBLE_DEVICES"}
-)
+_VISIBLE_VARIABLES: Final[Mapping[str, str]] = {
+    "npu": "ASCEND_RT_VISIBLE_DEVICES", "mlu": "MLU_VISIBLE_DEVICES", "musa": "MUSA_VISIBLE_DEVICES",
+}  # fmt: skip
 """The variables of device types without a row, from the documents of their vendors."""
 _ROWS: Final = (
     Device(type="cpu", collectives="gloo"),
     CudaDevice(type="cuda", collectives="nccl", visible_variable="CUDA_VISIBLE_DEVICES", peak_source="cuda allocator"),
     Device(type="xpu", collectives="xccl", visible_variable="ZE_AFFINITY_MASK", peak_source="xpu allocator"),
 )
-DEVICES: Final[Mapping[str, Device]] = MappingProxyType({device.type: device for device in _ROWS})
+DEVICES: Final[Mapping[str, Device]] = {device.type: device for device in _ROWS}
 """Every supported device type, by torch's name for it."""
 
 

@@ -27,27 +27,18 @@ def print_error(error: SpecError) -> None:
 
 
 class MessagePrinter:
-    """Prints messages, and remembers which ones were printed.
+    """How messages are printed, and which ones were printed.
 
     Attributes:
         quiet: print errors only.
         listener: receives every message when it is printed, on every rank.
+        printed: the messages.
     """
 
     def __init__(self) -> None:
         self.quiet = False
         self.listener: Callable[[object], None] | None = None
-        self._printed: set[str] = set()
-
-    def print_once(self, message: object, *, printed_by_launcher: bool = False) -> None:
-        """Print ``hf-fsdp: MESSAGE`` unless this process, or the launcher, has printed it before."""
-        line = str(message)
-        is_first = line not in self._printed and not printed_by_launcher
-        self._printed.add(line)
-        if is_first and self.listener is not None:
-            self.listener(message)
-        if is_first and not self.quiet and launched_rank() == 0:
-            print(f"hf-fsdp: {line}", file=sys.stderr, flush=True)
+        self.printed: set[str] = set()
 
 
 printer = process.owns(MessagePrinter)
@@ -55,8 +46,14 @@ printer = process.owns(MessagePrinter)
 
 
 def print_once(message: object, *, printed_by_launcher: bool = False) -> None:
-    """Print a message as :meth:`MessagePrinter.print_once` does."""
-    printer().print_once(message, printed_by_launcher=printed_by_launcher)
+    """Print ``hf-fsdp: MESSAGE`` unless this process, or the launcher, has printed it before."""
+    line, state = str(message), printer()
+    is_first = line not in state.printed and not printed_by_launcher
+    state.printed.add(line)
+    if is_first and state.listener is not None:
+        state.listener(message)
+    if is_first and not state.quiet and launched_rank() == 0:
+        print(f"hf-fsdp: {line}", file=sys.stderr, flush=True)
 
 
 def print_warnings(problems: Iterable[Problem], *, printed_by_launcher: bool = False) -> None:

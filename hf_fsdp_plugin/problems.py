@@ -11,7 +11,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from hf_fsdp_plugin.text import plural, printable
@@ -19,12 +18,12 @@ from hf_fsdp_plugin.text import plural, printable
 Severity = Literal["error", "warning", "note"]
 
 _PACKAGES: Final = ("sources", "spec", "plan", "backends", "checkpoint", "observe", "integrations", "cli", "estimate")
-AREAS: Final[Mapping[str, str]] = MappingProxyType({str(digit): name for digit, name in enumerate(_PACKAGES)})
+AREAS: Final[Mapping[str, str]] = {str(digit): name for digit, name in enumerate(_PACKAGES)}
 """First digit of a code -> the area of the problem, which is the name of the page in ``problem_pages/``."""
 
 CODE: Final = re.compile(r"FSDP-([EWN])([0-8])\d\d")
 _SUGGESTION: Final = re.compile(r"Did you mean (?:--)?([^\s?]+)\?")
-_SEVERITIES: Final[Mapping[str, Severity]] = MappingProxyType({"E": "error", "W": "warning", "N": "note"})
+_SEVERITIES: Final[Mapping[str, Severity]] = {"E": "error", "W": "warning", "N": "note"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

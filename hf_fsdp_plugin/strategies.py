@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Final
 
 
@@ -48,21 +47,17 @@ class Strategy:
         )
 
 
-STRATEGIES: Final[Mapping[str, Strategy]] = MappingProxyType(
-    {
-        row.name: row
-        for row in (
-            Strategy("full_shard", 1, "FULL_SHARD", reshards_after_forward=True),
-            Strategy("shard_grad_op", 2, "SHARD_GRAD_OP", reshards_after_forward=False),
-            Strategy("no_shard", 3, "NO_SHARD", reshards_after_forward=False, is_sharded=False),
-            Strategy("hybrid_shard", 4, "HYBRID_SHARD", reshards_after_forward=True, hybrid=True),
-            Strategy("hybrid_shard_zero2", 5, "_HYBRID_SHARD_ZERO2", reshards_after_forward=False, hybrid=True),
-        )
-    }
+_ROWS: Final = (
+    Strategy("full_shard", 1, "FULL_SHARD", reshards_after_forward=True),
+    Strategy("shard_grad_op", 2, "SHARD_GRAD_OP", reshards_after_forward=False),
+    Strategy("no_shard", 3, "NO_SHARD", reshards_after_forward=False, is_sharded=False),
+    Strategy("hybrid_shard", 4, "HYBRID_SHARD", reshards_after_forward=True, hybrid=True),
+    Strategy("hybrid_shard_zero2", 5, "_HYBRID_SHARD_ZERO2", reshards_after_forward=False, hybrid=True),
 )
+STRATEGIES: Final[Mapping[str, Strategy]] = {row.name: row for row in _ROWS}
 """Canonical name -> strategy."""
 
-BY_TORCH_NAME: Final[Mapping[str, Strategy]] = MappingProxyType({row.torch_name: row for row in STRATEGIES.values()})
+BY_TORCH_NAME: Final[Mapping[str, Strategy]] = {row.torch_name: row for row in _ROWS}
 """Member name of torch's ``ShardingStrategy`` -> strategy."""
 
 DEFAULT_STRATEGY: Final = STRATEGIES["full_shard"]

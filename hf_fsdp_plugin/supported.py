@@ -6,18 +6,15 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Final
 
-SUPPORTED: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
-    {
-        "torch": ("2.11", "2.15"),
-        "transformers": ("5.17", "5.24"),
-        "accelerate": ("1.15", "1.15"),
-        "peft": ("0.21", "0.21"),
-        "trl": ("1.16", "1.16"),
-    }
-)
+SUPPORTED: Final[Mapping[str, tuple[str, str]]] = {
+    "torch": ("2.11", "2.15"),
+    "transformers": ("5.17", "5.24"),
+    "accelerate": ("1.15", "1.15"),
+    "peft": ("0.21", "0.21"),
+    "trl": ("1.16", "1.16"),
+}
 """Library -> the oldest supported and the newest tested version. ``setup.cfg`` requires the oldest ones."""
 
 _DIST_INFO: Final = re.compile(rf"({'|'.join(SUPPORTED)})-(\d[^-]*)\.dist-info", re.IGNORECASE)

@@ -85,26 +85,14 @@ def format_shape(shape: Iterable[int]) -> str:
     return "×".join(map(str, shape)) or "scalar"
 
 
-def format_table(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> str:
-    """Align the columns of a table. Control characters in cells are escaped.
+def format_table(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), width: int | None = None) -> str:
+    """Align the columns of a table, and shorten the longest cells until a row has at most `width` columns.
+
+    Control characters in cells are escaped.
 
     Args:
         rows: cells of each row. All rows must have the same length.
         right: indices of the columns that are aligned to the right.
-    """
-    rows = [[printable(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
-
-
-def fit_table(rows: Sequence[Sequence[str]], width: int | None) -> str:
-    """Align the columns of a table, and shorten the longest cells until a row has at most `width` columns.
-
-    Args:
         width: columns of the terminal; ``None`` for no limit.
     """
     rows = [[printable(cell) for cell in row] for row in rows]
@@ -118,7 +106,12 @@ def fit_table(rows: Sequence[Sequence[str]], width: int | None) -> str:
             break  # the terminal is too narrow for any table
         excess -= widths[longest] - target
         widths[longest] = target
-    return format_table([[shorten(cell, size) for cell, size in zip(row, widths, strict=True)] for row in rows])
+    lines = []
+    for row in rows:
+        shown = [shorten(cell, size) for cell, size in zip(row, widths, strict=True)]
+        cells = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(shown, widths, strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def plural(count: int, noun: str, nouns: str = "") -> str:

@@ -1,9 +1,9 @@
 """The table of settings in ``vocabulary.yaml``: names, values and accepted keys.
 
-To support another key or value, add it to a row there; the defaults are in ``spec/fsdp_spec.py`` and
-``spec/defaults.py``. Keys are compared in lower case, with ``-`` replaced by ``_`` and without the prefix of their
-scope: ``fsdp_offload_params``, ``OFFLOAD_PARAMS`` and ``--fsdp-offload-params`` are the same key. The functions before
-the table define how values are compared.
+To support another key or value, add it to a row there; the defaults are in ``spec/fsdp_spec.py``. Keys are compared in
+lower case, with ``-`` replaced by ``_`` and without the prefix of their scope: ``fsdp_offload_params``,
+``OFFLOAD_PARAMS`` and ``--fsdp-offload-params`` are the same key. The functions before the table define how values are
+compared.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
 
 import yaml
@@ -102,12 +101,10 @@ ValueKind = Literal[
     "flag",     # bf16=True, fp16=True
 ]  # fmt: skip
 
-PREFIXES: Mapping[Scope, str] = MappingProxyType(
-    {
-        "fsdp": "fsdp_", "parallelism": "parallelism_config_", "dynamo": "dynamo_", "fp8": "fp8_",
-        "precision": "", "launch": "", "training": "", "distributed": "",
-    }
-)  # fmt: skip
+PREFIXES: Mapping[Scope, str] = {
+    "fsdp": "fsdp_", "parallelism": "parallelism_config_", "dynamo": "dynamo_", "fp8": "fp8_",
+    "precision": "", "launch": "", "training": "", "distributed": "",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,12 +143,10 @@ class SettingRow:
         return PREFIXES[self.scope] + self.spellings[0]
 
 
-STRATEGY_CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        row.name: tuple(name for name in (str(row.number), row.torch_name.lower()) if name != row.name)
-        for row in STRATEGIES.values()
-    }
-)
+STRATEGY_CHOICES: Mapping[str, tuple[str, ...]] = {
+    row.name: tuple(name for name in (str(row.number), row.torch_name.lower()) if name != row.name)
+    for row in STRATEGIES.values()
+}
 
 
 def _each_row(rows: Mapping[str, dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -170,7 +165,7 @@ def _choices(given: str | Mapping[str, str]) -> Mapping[str, tuple[str, ...]]:
     if given == "{strategies}":
         return STRATEGY_CHOICES
     table = dict.fromkeys(given.split(), "") if isinstance(given, str) else given
-    return MappingProxyType({value: _words(others) for value, others in table.items()})
+    return {value: _words(others) for value, others in table.items()}
 
 
 _PARSERS: Mapping[str, Callable[[Any], Any]] = {
@@ -210,19 +205,15 @@ UNSUPPORTED_KEYS, UNSUPPORTED_VALUES = (
     for kind in ("keys", "values")
 )
 """Scope and key, and setting and value -> why the key or value is not supported."""
-WORDS: Mapping[str, frozenset[str]] = MappingProxyType(
-    {name: frozenset(_words(text)) for name, text in _groups.items()}
-)
+WORDS: Mapping[str, frozenset[str]] = {name: frozenset(_words(text)) for name, text in _groups.items()}
 """Name of a group -> its words. ``TABLES``: name of a table -> its content, as text."""
-BY_NAME: Mapping[str, SettingRow] = MappingProxyType({row.name: row for row in reversed(ROWS)})
-BY_KEY: Mapping[tuple[Scope, str], SettingRow] = MappingProxyType(
-    {(row.scope, spelling): row for row in ROWS for spelling in row.spellings}
-)
+BY_NAME: Mapping[str, SettingRow] = {row.name: row for row in reversed(ROWS)}
+BY_KEY: Mapping[tuple[Scope, str], SettingRow] = {(row.scope, key): row for row in ROWS for key in row.spellings}
 TRAINING_FILE_MARKS = WORDS["training_file_marks"]
 """Keys that distinguish the config of a training script from Accelerate's file."""
-PROGRAM_KEYS: Mapping[str, frozenset[str]] = MappingProxyType(
-    {program: frozenset(_words(text)) for program, text in TABLES["program_keys"].items()}
-)
+PROGRAM_KEYS: Mapping[str, frozenset[str]] = {
+    program: frozenset(_words(text)) for program, text in TABLES["program_keys"].items()
+}
 """Program -> the keys of the top level, or below it with a dot, that only its configs have."""
 
 

@@ -21,7 +21,7 @@ import yaml
 from hf_fsdp_plugin.cli import output
 from hf_fsdp_plugin.cli.main import VERBS, main
 from hf_fsdp_plugin.launcher.flags import FLAG_TABLES
-from hf_fsdp_plugin.plan.meta_model import meta_model
+from hf_fsdp_plugin.tools.meta_model import meta_model
 from scripts.templates import HERE, fill
 
 ROOT = Path(__file__).resolve().parents[1]

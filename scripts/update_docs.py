@@ -19,8 +19,7 @@ import yaml
 from hf_fsdp_plugin.integrations.hooks import HOOKS, Group, Hook
 from hf_fsdp_plugin.problems import AREAS
 from hf_fsdp_plugin.sources.command_line import LAUNCHER_FLAGS, OPTIONAL_VALUE, SWITCHES
-from hf_fsdp_plugin.spec.defaults import FAMILY_DEFAULTS, VERSION_DEFAULTS
-from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
+from hf_fsdp_plugin.spec.fsdp_spec import FAMILY_DEFAULTS, VERSION_DEFAULTS, FsdpSpec
 from hf_fsdp_plugin.spec.value_parsers import MAX_DIGITS, UNITS
 from hf_fsdp_plugin.tools.convert.conversion import DIALECTS
 from hf_fsdp_plugin.tools.convert.dialects.interface import DialectKey

@@ -72,12 +72,11 @@ def _with_variables(arguments: flags.LaunchArguments) -> flags.LaunchArguments:
 def _launch(arguments: flags.LaunchArguments) -> int:
     from hf_fsdp_plugin.spec.load import combine, read_settings
 
-    sources, notes = _sources(arguments), []
+    sources = _sources(arguments)
     if sources.config is None and not sources.command_line and not sources.overrides:
         message = "no config: FSDP runs only if the script's own TrainingArguments or Accelerator enables it."
-        notes.append(Problem(code="FSDP-N713", message=message))
+        _print_notices(arguments, Problem(code="FSDP-N713", message=message))
     if "dry_run" in arguments.options:
-        _print_notices(arguments, *notes)
         return int(tool("check.dry_run").show_run(arguments, sources, _command(arguments)))
     given = read_settings(sources)
     spec = combine(given).checked_spec()
@@ -86,7 +85,6 @@ def _launch(arguments: flags.LaunchArguments) -> int:
     _print_notices(arguments, *(problem for problem in spec.problems if problem.severity == "warning"))
     world = worlds.resolve_world(spec, worlds.find_devices())
     _print_notices(arguments, *world.problems)
-    _print_notices(arguments, *notes)
     options, report = arguments.options, environment_variables.absolute_path(arguments.options.get("report"))
     handover = LaunchHandover(
         given=tuple(given), quiet="quiet" in options, report=report, report_table="report_table" in options
@@ -190,11 +188,7 @@ def _sources(arguments: flags.LaunchArguments) -> Sources:
         config: ConfigFile | None = ConfigFile.at(given)
     elif config := environment_variables.default_config_file(os.environ):
         _print_notices(arguments, f"no --config_file: reading Accelerate's default config file {config.shown}")
-    sources = Sources(
-        config=config,
-        command_line=arguments.command_line,
-        overrides=arguments.overrides,
-    )
+    sources = Sources(config=config, command_line=arguments.command_line, overrides=arguments.overrides)
     return cast(Sources, tool("convert.conversion").with_converted_config(sources, arguments.script_args))
 
 

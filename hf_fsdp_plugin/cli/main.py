@@ -17,7 +17,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 import hf_fsdp_plugin
@@ -31,29 +31,27 @@ if TYPE_CHECKING:
     from hf_fsdp_plugin.launcher.flags import Parser
 
 PROG: Final = "hf-fsdp"
-VERBS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "check": "check a config: show every setting, its origin, and every problem",
-        "schema": "print a JSON Schema of the YAML config, for editors",
-        "config": "ask for model, machines and settings, predict, and write a config",
-        "convert": "convert a config, or a checkpoint of DeepSpeed, into one for FSDP",
-        "launch": "check a config, then run a script on every rank with it",
-        "profile": "run a script for a few steps, and show where the time of a step goes",
-        "plan": "predict memory, communication and time of a training step",
-        "bench": "measure throughput, memory and scaling over ranks, strategies and settings",
-        "inspect": "describe a checkpoint, or all checkpoints of a run, from metadata alone",
-        "verify": "check every byte of a checkpoint, and its names and shapes",
-        "merge": "write any checkpoint as a Hugging Face folder, for from_pretrained",
-        "export": "merge the newest complete checkpoint of a run, or its best one",
-        "doctor": "show versions, devices, and what this package relies on in other libraries",
-        "enable": "let stock accelerate launch and torchrun use the plugin in this environment",
-        "disable": "undo enable",
-        "migrate": "rewrite a config for FSDP1 or FSDP2, and list what changes",
-        "explain": "print the documentation of a problem code",
-        "completion": "print a script that completes flags in bash, zsh or fish",
-        "help": "print the help of a verb",
-    }
-)
+VERBS: Final[Mapping[str, str]] = {
+    "check": "check a config: show every setting, its origin, and every problem",
+    "schema": "print a JSON Schema of the YAML config, for editors",
+    "config": "ask for model, machines and settings, predict, and write a config",
+    "convert": "convert a config, or a checkpoint of DeepSpeed, into one for FSDP",
+    "launch": "check a config, then run a script on every rank with it",
+    "profile": "run a script for a few steps, and show where the time of a step goes",
+    "plan": "predict memory, communication and time of a training step",
+    "bench": "measure throughput, memory and scaling over ranks, strategies and settings",
+    "inspect": "describe a checkpoint, or all checkpoints of a run, from metadata alone",
+    "verify": "check every byte of a checkpoint, and its names and shapes",
+    "merge": "write any checkpoint as a Hugging Face folder, for from_pretrained",
+    "export": "merge the newest complete checkpoint of a run, or its best one",
+    "doctor": "show versions, devices, and what this package relies on in other libraries",
+    "enable": "let stock accelerate launch and torchrun use the plugin in this environment",
+    "disable": "undo enable",
+    "migrate": "rewrite a config for FSDP1 or FSDP2, and list what changes",
+    "explain": "print the documentation of a problem code",
+    "completion": "print a script that completes flags in bash, zsh or fish",
+    "help": "print the help of a verb",
+}
 """Verb -> description. Its module is imported when the verb is called."""
 _OF_RUNTIME: Final = frozenset({"launch", "enable", "disable", "help"})
 """The verbs that start a run, and the help. All others are tools, each a folder in ``tools``."""

@@ -44,7 +44,7 @@ class RankFiles:
         calls: the rank's collectives, optimizer steps and forwards (see ``hangs.calls``).
         hang: JSON: the hang that ends the ranks of this machine (:class:`FoundHang`). One for all of them.
         standstill: exists if no rank of this machine has begun a collective for a long time. One for all of them.
-        restarts: JSON: the failed attempts of the run (``runs.restart_policy``). The launcher writes it for all ranks.
+        restarts: JSON: the failed attempts of the run (``runs.attempts``). The launcher writes it for all ranks.
     """
 
     stem: Path

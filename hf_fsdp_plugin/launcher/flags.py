@@ -15,7 +15,7 @@ from typing import Any, Final, NoReturn
 import yaml
 
 from hf_fsdp_plugin.problems import UsageError
-from hf_fsdp_plugin.sources.command_line import RENAMED, SWITCHES, flag_name, remedy_of_switch
+from hf_fsdp_plugin.sources.command_line import SHORT_FLAGS, SWITCHES, flag_name, remedy_of_switch
 from hf_fsdp_plugin.vocabulary import BY_KEY, ROWS, WORDS, Scope, SettingRow, nearest_word, similar_key
 
 FLAG_TABLES: Final[Mapping[str, Any]] = yaml.load(
@@ -24,7 +24,6 @@ FLAG_TABLES: Final[Mapping[str, Any]] = yaml.load(
 )
 """The tables of ``flags.yaml``: name of a table -> flag -> its value, which is empty for a switch, and its help."""
 _PREFIXED: Final[tuple[Scope, ...]] = ("fsdp", "parallelism", "dynamo", "fp8")
-_SHORT: Final = {"module": "-m", "quiet": "-q", "tee": "-t"}
 _NOT_FSDP: Final = "this launcher runs FSDP only. Use `accelerate launch` for other engines."
 _UNSUPPORTED: Final[Mapping[str, str]] = {
     **dict.fromkeys(WORDS["flags_of_other_engines"], _NOT_FSDP),
@@ -34,26 +33,18 @@ _UNSUPPORTED: Final[Mapping[str, str]] = {
 _UNSUPPORTED_PREFIXES: Final = tuple(WORDS["flag_prefixes_of_other_engines"])
 
 
-class Suggested(tuple[str, ...]):
-    """Values for completion in a shell. The reader of the value checks it, and accepts more spellings."""
-
-    def __contains__(self, value: object) -> bool:
-        return True
-
-
 class SettingFlag(argparse.Action):
     """Appends the flag as it is written, with its value after ``=``, to ``command_line``, for ``load_spec``.
 
     Args:
         about: the meaning of the setting, also where the help does not list it.
+        row: the setting, if it is one.
         aliases: names that are accepted too, with underscores.
     """
 
-    def __init__(
-        self, option_strings: Sequence[str], dest: str, about: str, aliases: Sequence[str], **options: Any
-    ) -> None:
-        super().__init__(option_strings, dest, default=(), **options)
-        self.about, self.aliases = about, aliases
+    def __init__(self, *, about: str, row: SettingRow | None, aliases: Sequence[str], **options: Any) -> None:
+        super().__init__(default=(), **options)
+        self.about, self.row, self.aliases = about, row, aliases
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         flag = str(option_string) if self.nargs == 0 else f"{option_string}={values}"
@@ -141,7 +132,7 @@ class Parser(argparse.ArgumentParser):
         if any(isinstance(action, SettingFlag) for action in self._actions):
             if reason := why_refused(name):
                 return f"{written} {reason}"
-            near = FLAG_TABLES["other_launchers"].get(name) or RENAMED.get(name, "")
+            near = FLAG_TABLES["other_launchers"].get(name, "")
             near = near or (similar_key(name, _PREFIXED) if name.startswith(("fsdp_", "parallelism_config_")) else "")
         if not near:
             known = [flag[2:] for action in self._actions for flag in action.option_strings if flag.startswith("--")]
@@ -165,7 +156,7 @@ def add_launch_flags(parser: Parser) -> None:
     known = parser.by_name()
     for name, (value, about) in FLAG_TABLES["launch"].items():
         if name not in known:
-            flags = [f"--{name}", *([_SHORT[name]] if name in _SHORT else [])]
+            flags = [f"--{name}", *(f"-{letter}" for letter, long in SHORT_FLAGS.items() if long == name)]
             choices = value.split("|") if "|" in value and value.islower() else None
             kind: dict[str, Any] = {"action": _LauncherFlag, "metavar": value, "choices": choices}
             if not value:
@@ -195,10 +186,10 @@ def add_setting_flags(parser: Parser, *, is_shown: bool = False) -> None:
 
     def add(to: Any, name: str, metavar: str, about: str, row: SettingRow | None, aliases: Sequence[str] = ()) -> None:
         if name not in known:
-            kind = {"metavar": metavar, "choices": _values_of(row)} if metavar else {"nargs": 0}
+            kind = {"metavar": metavar} if metavar else {"nargs": 0}
             shown = (is_shown and to is group and about) or argparse.SUPPRESS
             options = {"action": SettingFlag, "dest": "command_line", "about": about, "help": shown, **kind}
-            to.add_argument(f"--{name}", aliases=aliases, **options)
+            to.add_argument(f"--{name}", row=row, aliases=aliases, **options)
 
     for name, (value, about) in FLAG_TABLES["settings"].items():
         add(group, name, value, about, BY_KEY.get(("launch", name)))
@@ -206,14 +197,6 @@ def add_setting_flags(parser: Parser, *, is_shown: bool = False) -> None:
         if row.scope in _PREFIXED and row.opens is None:
             aliases = [row.key.removesuffix(row.spellings[0]) + spelling for spelling in row.spellings]
             add(parser, row.key, "" if row.key in SWITCHES else "VALUE", row.about, row, aliases)
-
-
-def _values_of(row: SettingRow | None) -> Suggested | None:
-    if row is None:
-        return None
-    if row.kind in ("bool", "reshard"):
-        return Suggested(("true", "false"))
-    return Suggested(value for value in row.choices if value != "auto") or None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -250,11 +233,8 @@ def parse_launch_arguments(argv: Sequence[str], prog: str = "hf-fsdp launch") ->
 
 def read_launch_arguments(args: argparse.Namespace) -> LaunchArguments:
     """Return the arguments that the flags of :func:`add_launch_flags` set."""
-    options = {
-        dest.removeprefix("launch."): value
-        for dest, value in vars(args).items()
-        if dest.startswith("launch.") and value is not None
-    }
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    options = {name.removeprefix("launch."): given[name] for name in given if name.startswith("launch.")}
     words = args.command[1:] if args.command[:1] == ["--"] else args.command
     return LaunchArguments(
         options=options,

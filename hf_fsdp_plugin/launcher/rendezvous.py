@@ -8,7 +8,7 @@ contains the addresses of killed ranks (pytorch#167288).
 
 During an attempt, the machine that sees a failure first announces it, and all stop their ranks. Then it writes the
 failed attempt as it knows it, and all use this one: so every launcher knows the same failed attempts and makes the same
-decision (``runs.restart_policy``).
+decision (``runs.attempts.refuse_restart``).
 """
 
 from __future__ import annotations
@@ -150,11 +150,9 @@ class Rendezvous:
             local = self._launch.main_process_ip if self._launch.main_process_ip in _LOCAL else None
             # The store is asked for as long, because machine 0 may not be started yet.
             options = {"join_timeout": seconds, "read_timeout": seconds, "local_addr": local, **self._conf}
-        backend = "static" if self._is_static else "c10d"
+        backend, size = "static" if self._is_static else "c10d", self._num_machines
         return get_rendezvous_handler(
-            elastic.RendezvousParameters(
-                backend, self._meets_at, _NAME, self._num_machines, self._num_machines, **options
-            )
+            elastic.RendezvousParameters(backend, self._meets_at, _NAME, size, size, **options)
         )
 
     def meet(self, group: WorkerGroup) -> dict[str, str]:
@@ -282,11 +280,8 @@ def compare_facts(mine: Mapping[str, str], other: Mapping[str, str]) -> Problem 
         mine: the facts of this machine that must be equal on all machines of a run.
         other: the facts of the other machine.
     """
-    found = [
-        f"{name} is {here} here, and {other[name]} on another machine"
-        for name, here in mine.items()
-        if other.get(name, here) != here
-    ]
+    differing = [name for name, here in mine.items() if other.get(name, here) != here]
+    found = [f"{name} is {mine[name]} here, and {other[name]} on another machine" for name in differing]
     fix = "Give every machine the same command, config and package. Give each run a port of its own."
     message = f"the machines are about to run different things: {'; '.join(found)}."
     return Problem(code="FSDP-E708", message=message, fix=fix) if found else None

@@ -28,16 +28,9 @@ import hf_fsdp_plugin.time_limits as time_limits
 from hf_fsdp_plugin.hangs.process_end import print_block
 from hf_fsdp_plugin.hangs.watch_files import FoundHang, RankFiles, remove_files, scratch_folder, write_if_possible
 from hf_fsdp_plugin.launcher.ranks import RankJob, RankOutput, RankProcess, rank_env
-from hf_fsdp_plugin.launcher.rendezvous import (  # imports torch
-    Announced,
-    Rendezvous,
-    RendezvousError,
-    SignalException,
-    wait_until,
-)
-from hf_fsdp_plugin.runs.attempts import assess_attempt
+from hf_fsdp_plugin.launcher.rendezvous import Announced, Rendezvous, RendezvousError, SignalException, wait_until
+from hf_fsdp_plugin.runs.attempts import assess_attempt, refuse_restart
 from hf_fsdp_plugin.runs.failures import AttemptResult, first_failure, summarize_exit, tell_failure
-from hf_fsdp_plugin.runs.restart_policy import refuse_restart
 from hf_fsdp_plugin.text import plural
 from hf_fsdp_plugin.torch_private.elastic import AttemptAgent, prepare_torch
 

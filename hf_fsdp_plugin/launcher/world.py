@@ -13,7 +13,7 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hf_fsdp_plugin.devices import get_device
 from hf_fsdp_plugin.problems import Problem, SpecError
@@ -135,8 +135,8 @@ def resolve_world(spec: FsdpSpec, found: FoundDevices) -> World:
     else:
         _check_devices(spec, num_local, num_devices, ids)
     _check_machines(spec)
-    known = replace(launch, num_processes=launch.num_machines * num_local)
-    if problems := list(check_mesh_size(replace(spec, launch=known))):
+    known = spec.with_values({"launch.num_processes": launch.num_machines * num_local}, {})
+    if problems := list(check_mesh_size(known)):
         raise SpecError(problems)
     if use_cpu and not launch.use_cpu:
         message = f"torch finds no accelerator on this machine. The run uses {plural(num_local, 'CPU rank')} with gloo."

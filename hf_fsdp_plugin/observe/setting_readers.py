@@ -288,8 +288,9 @@ def observe_settings(run: ObservedRun) -> list[Mapping[str, Any]]:
             found = replace(found, reason=found.reason or "set by the script when it wrapped the model", matches=True)
         row = {"asked": asked, "planned": planned, "observed": found.value}
         row = {key: setting_to_json(value) for key, value in row.items()}
-        expected = row["planned" if asked == "auto" else "asked"]
-        matches = row["observed"] == expected if found.matches is None else found.matches
+        matches = found.matches
+        if matches is None:  # "unchanged" is the dtype of the model, whatever that is
+            matches = planned == "unchanged" or row["observed"] == row["planned" if asked == "auto" else "asked"]
         status = "unobservable" if found.unobservable else "applied" if matches else "differs"
         origin = spec.origin(name).to_json()
         rows.append({"setting": name, **row, "status": status, "origin": origin, "reason": found.reason})

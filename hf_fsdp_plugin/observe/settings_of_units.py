@@ -51,9 +51,8 @@ def read_strategy(run: ObservedRun) -> ObservedValue:
 
 
 def _differs_in_reshard_only(value: str, planned: str) -> bool:
-    if value == planned or value not in STRATEGIES:
-        return False
-    return STRATEGIES[value].counterpart(reshard=STRATEGIES[planned].reshards_after_forward) is STRATEGIES[planned]
+    row, other = STRATEGIES[planned], STRATEGIES.get(value)
+    return other is not None and other is not row and other.counterpart(reshard=row.reshards_after_forward) is row
 
 
 def _strategy_of_mesh(unit: UnitObservation) -> str:
@@ -196,17 +195,16 @@ def read_fp32_modules(run: ObservedRun) -> ObservedValue:
 def read_reduce_dtype(run: ObservedRun) -> ObservedValue:
     if not (dtypes := [unit.reduce_dtype for unit in run.units_with_params if unit.reduce_dtype]):
         return unobserved("no parameter is trained, so no gradient is reduced")
-    return ObservedValue(common_value(dtypes), matches=_true_if_unchanged(run.plan.precision.reduce))
+    return ObservedValue(common_value(dtypes))
 
 
 def read_output_dtype(run: ObservedRun) -> ObservedValue:
     """Read the dtype of a recorded forward or, if there is none, of the root's policy."""
-    matches = _true_if_unchanged(run.plan.precision.output)
     if run.first_step.output_dtype is not None:
-        return ObservedValue(dtype_name(run.first_step.output_dtype), "of a recorded forward", matches)
+        return ObservedValue(dtype_name(run.first_step.output_dtype), "of a recorded forward")
     policies = [unit.live.output_dtype for unit in run.units if unit.live.is_root and unit.live.version == 2]
     if policies:
-        return ObservedValue(dtype_name(policies[0]) or "unchanged", "from the policy of the root", matches)
+        return ObservedValue(dtype_name(policies[0]) or "unchanged", "from the policy of the root")
     return unobserved("FSDP1 does not store an output dtype, and no forward was recorded")
 
 
@@ -216,11 +214,7 @@ def read_buffer_dtype(run: ObservedRun) -> ObservedValue:
         return unobserved("the model has no floating-point buffers")
     if any(unit.live.version == 1 and unit.live.lazy for unit in run.units):
         return unobserved("FSDP1 casts buffers in the first forward, which has not run yet")
-    return ObservedValue(common_value(dtypes), matches=_true_if_unchanged(run.plan.precision.buffer))
-
-
-def _true_if_unchanged(planned: str) -> bool | None:
-    return True if planned == "unchanged" else None
+    return ObservedValue(common_value(dtypes))
 
 
 _NO_PREFETCH = "fewer than two units below the root, so there is nothing to prefetch"

@@ -239,11 +239,8 @@ def observe_memory(
         local = sum(unit.live.num_local_trainable for unit in units) + num_trained
         whole = sum(unit.num_trainable for unit in units) + num_trained
         whole_bytes = round(optimizer_bytes * whole / local) if local else 0
-    ddp = {
-        "ddp_params_bytes": ddp_params_bytes + _nbytes(unmanaged),
-        "ddp_grads_bytes": ddp_grads_bytes,
-        "ddp_optimizer_bytes": whole_bytes,
-    }
+    ddp = {"ddp_params_bytes": ddp_params_bytes + _nbytes(unmanaged), "ddp_grads_bytes": ddp_grads_bytes}
+    ddp["ddp_optimizer_bytes"] = whole_bytes
     return {
         "params_bytes": storage_bytes([*shards, *unmanaged]),
         "grads_bytes": grads_bytes,

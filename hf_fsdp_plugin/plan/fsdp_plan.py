@@ -16,7 +16,7 @@ from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.spec.fsdp_spec import ActivationSection, FsdpSpec, PrefetchSection, StateDictKind, Version
 from hf_fsdp_plugin.spec.rules import fp8_backend
 from hf_fsdp_plugin.strategies import STRATEGIES
-from hf_fsdp_plugin.text import fit_table, format_count, format_dtype, format_value, plural, truncate_lines
+from hf_fsdp_plugin.text import format_count, format_dtype, format_table, format_value, plural, truncate_lines
 
 Backend = Literal["fsdp1", "fsdp2"]
 PlannedDtype = Literal["fp32", "bf16", "fp16", "unchanged"]
@@ -365,7 +365,7 @@ def _units_text(units: Iterable[UnitPlan], width: int | None) -> str:
         count = format_count(first.num_params) + (" each" if several else "")
         dtypes, after = " + ".join(sorted(first.dtypes)) or "–", "freed" if first.reshard_after_forward else "kept"
         rows.append((name, class_name, count, dtypes, after))
-    return fit_table(rows, width)
+    return format_table(rows, width=width)
 
 
 def equal_units(units: Iterable[UnitPlan]) -> list[tuple[str, list[UnitPlan]]]:

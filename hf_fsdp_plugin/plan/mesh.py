@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hf_fsdp_plugin.plan.fsdp_plan import MeshPlan, ProblemCollector
 from hf_fsdp_plugin.problems import Origin
-from hf_fsdp_plugin.spec.rules import check_mesh_size, check_model_axes, divisor_remedy
+from hf_fsdp_plugin.spec.rules import check_mesh_size, check_model_axes, divisor_remedy, with_known_shard
 from hf_fsdp_plugin.strategies import STRATEGIES, strategy_of
 
 
@@ -22,7 +22,8 @@ def resolve_mesh(world_size: int, local_world_size: int | None, problems: Proble
         problems.add("FSDP-E201", None, f"the world size is {world_size}.", "Set a world size of 1 or more.")
         return MeshPlan(replicate=1, shard=1), strategy.name
     ranks = {"launch.num_processes": Origin(source="the world size")}
-    if wrong := list(check_mesh_size(spec.with_values({"launch.num_processes": world_size}, ranks))):
+    given = spec.with_values({"launch.num_processes": world_size}, ranks)
+    if wrong := list(check_mesh_size(given)):
         problems.problems += wrong
         return MeshPlan(replicate=1, shard=world_size), strategy.name
     if not strategy.is_sharded:
@@ -32,18 +33,14 @@ def resolve_mesh(world_size: int, local_world_size: int | None, problems: Proble
         return MeshPlan(replicate=world_size, shard=1), strategy.name
     others = {"context": sizes.context, "tensor": sizes.tensor, "expert": sizes.expert}
     num_data_ranks = world_size // sizes.ranks_per_sample
-    if sizes.shard != "auto":
-        shard = sizes.shard
-    elif sizes.replicate != "auto":
-        shard = num_data_ranks // sizes.replicate
-    else:
-        shard = num_data_ranks
-        if strategy.hybrid:  # the ranks of one machine
-            num_machines, given = max(1, spec.launch.num_machines), spec.launch.num_processes
-            num_processes = world_size if given == "auto" else given
-            usual = num_processes // num_machines if num_processes % num_machines == 0 else world_size
-            local = usual if local_world_size is None else local_world_size
-            shard = max(1, min(local // sizes.ranks_per_sample, num_data_ranks))
+    shard = with_known_shard(given).mesh.shard
+    if shard == "auto":  # a hybrid strategy: the ranks of one machine share a copy
+        num_machines, asked = spec.launch.num_machines, spec.launch.num_processes
+        num_processes = world_size if asked == "auto" else asked
+        usual = num_processes // num_machines if num_processes % num_machines == 0 else world_size
+        local = usual if local_world_size is None else local_world_size
+        on_machine = max(1, min(local // sizes.ranks_per_sample, num_data_ranks))
+        shard = on_machine
         if num_data_ranks % shard:
             message = f"the world size {world_size} is not divisible by the {shard} ranks of one machine."
             problems.add("FSDP-E129", "mesh.shard", message, divisor_remedy("mesh.shard", world_size))

@@ -19,7 +19,6 @@ from torch import nn
 from hf_fsdp_plugin.plan.fsdp_plan import ProblemCollector
 from hf_fsdp_plugin.plan.names import ancestors, common_path, is_inside, parent_of
 from hf_fsdp_plugin.spec.fsdp_spec import ActivationSection, FsdpSpec
-from hf_fsdp_plugin.spec.rules import check_pattern, check_size_threshold
 from hf_fsdp_plugin.text import format_names
 from hf_fsdp_plugin.torch_private.modules import CHECKPOINTED_ATTRIBUTE
 from hf_fsdp_plugin.vocabulary import nearest_word
@@ -122,9 +121,7 @@ class ModuleTree:
         Modules without modules inside them are layers only if nothing else repeats.
         """
         repeated = self._repeated_modules()
-        sizes = {
-            name: sum(p.numel() for module in found for p in module.parameters()) for name, found in repeated.items()
-        }
+        sizes = {name: sum(p.numel() for m in found for p in m.parameters()) for name, found in repeated.items()}
         least = max(1, _LEAST_SHARE * sum(entry.parameter.numel() for entry in self.parameters))
         longest = max(map(len, repeated.values()), default=0)
         layers = [n for n, found in repeated.items() if sizes[n] >= least and len(found) >= _LEAST_COUNT * longest]
@@ -164,9 +161,6 @@ def matching_modules(setting: str, model: nn.Module, problems: ProblemCollector)
     """Return the names of the modules whose full name matches the regular expression of a setting."""
     if not (pattern := problems.spec.get(setting)):
         return ()
-    if invalid := list(check_pattern(problems.spec, setting)):
-        problems.problems.extend(invalid)
-        return ()
     compiled = re.compile(pattern)
     names = [name for name, _ in model.named_modules()]
     matched = tuple(name for name in names if compiled.fullmatch(name))
@@ -190,7 +184,7 @@ def policy_modules(tree: ModuleTree, problems: ProblemCollector) -> tuple[str, .
     """Return the first names of the modules that the policy selects, children before parents, without the root."""
     wrap = problems.spec.wrap
     if wrap.policy == "size":
-        return _by_size(tree, problems)
+        return _by_size(tree, wrap.min_num_params)
     if wrap.policy == "none":
         return ()
     classes = (_given_classes if wrap.classes else _own_classes)(tree, problems)
@@ -258,16 +252,7 @@ def _own_classes(tree: ModuleTree, problems: ProblemCollector) -> set[str]:
     return set(repeated)
 
 
-def has_no_layers(spec: FsdpSpec, tree: ModuleTree) -> bool:
-    """Whether the policy wraps layers that the config does not name, and the model neither declares nor repeats any."""
-    return spec.wrap.policy == "transformer" and not spec.wrap.classes and not tree.own_classes()
-
-
-def _by_size(tree: ModuleTree, problems: ProblemCollector) -> tuple[str, ...]:
-    threshold = problems.spec.wrap.min_num_params
-    if invalid := list(check_size_threshold(problems.spec)):
-        problems.problems.extend(invalid)
-        return ()
+def _by_size(tree: ModuleTree, threshold: int) -> tuple[str, ...]:
     ignored = {id(entry.parameter) for entry in tree.parameters if entry.ignored}
     selected: dict[int, None] = {}
 
@@ -314,7 +299,8 @@ def spec_of_further_model(spec: FsdpSpec, model: nn.Module, *, is_trained: bool)
         message = f"no module of {name}, a further model, has {wrap.min_num_params:,} parameters. It is one unit."
         problems = (*problems, spec.problem("FSDP-W260", "wrap.min_num_params", message))
     for setting in ("wrap.ignored_modules", "precision.fp32_modules"):
-        if not _is_empty_or_matches(spec.get(setting), model):
+        pattern = spec.get(setting)
+        if pattern and not any(re.fullmatch(pattern, name) for name, _ in tree.named()):
             values[setting] = ""
     changed = set(values)
     if not is_trained and spec.activation != ActivationSection():
@@ -322,12 +308,3 @@ def spec_of_further_model(spec: FsdpSpec, model: nn.Module, *, is_trained: bool)
         changed |= {name for name in spec.origins if name.startswith("activation.")}
     origins = {name: origin for name, origin in spec.origins.items() if name not in changed}
     return replace(spec.with_values(values, {}), origins=origins, problems=problems)
-
-
-def _is_empty_or_matches(text: str, model: nn.Module) -> bool:
-    """Whether a pattern is empty or matches a module. One that is invalid is kept, because it is reported."""
-    try:
-        pattern = re.compile(text)
-    except re.error:
-        return True
-    return not text or any(pattern.fullmatch(name) for name, _ in model.named_modules())

@@ -10,22 +10,14 @@ import torch
 from torch import nn
 
 from hf_fsdp_plugin.devices import unsupported_device
-from hf_fsdp_plugin.plan.fsdp_plan import (
-    FsdpPlan,
-    MeshPlan,
-    ModelParts,
-    PlannedDtype,
-    PrecisionPlan,
-    ProblemCollector,
-    has_replicas,
-)
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, MeshPlan, ModelParts, PrecisionPlan, ProblemCollector, has_replicas
 from hf_fsdp_plugin.plan.mesh import resolve_mesh
 from hf_fsdp_plugin.plan.modules import ModuleTree, class_names, matching_modules
 from hf_fsdp_plugin.plan.names import is_inside
 from hf_fsdp_plugin.plan.parameters import check_parameters
 from hf_fsdp_plugin.plan.units import model_class_name, sharded_parts, wrap_units
 from hf_fsdp_plugin.problems import SpecError, has_errors
-from hf_fsdp_plugin.spec.fsdp_spec import DtypeName, FsdpSpec, Version
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec, Version
 from hf_fsdp_plugin.spec.rules import FP16_ON_CPU, check_fsdp1_only
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.supported import release_of
@@ -65,7 +57,12 @@ def resolve(
     fp32_modules, fp32_parameters = resolve_fp32_modules(model, precision, parts, collector)
     _check_attention(mesh, model, collector)
     check_divided_layers(mesh, model, collector)
-    _check_activation(spec, parts.pre_sharded, collector)
+    activation = spec.activation
+    is_of_units = activation.checkpointing != "none" and not activation.native
+    if is_of_units and spec.wrap.policy == "none" and not parts.pre_sharded:
+        message = "fsdp_activation_checkpointing checkpoints the units of the wrap policy, and no wrap policy is set."
+        fix = "Set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP."
+        collector.add("FSDP-E241", "activation.checkpointing", message, fix)
     if version == 1 and STRATEGIES[strategy].is_sharded:
         _check_reentrant(model, parts, collector)
     if (problem := unsupported_device(device_type)) is not None:
@@ -104,12 +101,11 @@ def resolve_precision(model: nn.Module, device_type: str, problems: ProblemColle
     With mixed precision, trainable parameters are stored in fp32, and cast for each all-gather.
     """
     asked = problems.spec.precision
-    dtypes: dict[str, PlannedDtype] = {}
-    for field in ("param", "reduce", "output", "buffer"):
-        dtype: DtypeName = getattr(asked, field)
-        dtypes[field] = "unchanged" if dtype == "auto" else dtype
+    dtypes: dict[str, Any] = {name: getattr(asked, name) for name in ("param", "reduce", "output", "buffer")}
+    for name, dtype in dtypes.items():
+        dtypes[name] = "unchanged" if dtype == "auto" else dtype
         if dtype == "fp16" and device_type == "cpu":
-            problems.add("FSDP-E147", f"precision.{field}", *FP16_ON_CPU)
+            problems.add("FSDP-E147", f"precision.{name}", *FP16_ON_CPU)
     if asked.param in _MIXED:
         return PrecisionPlan(**dtypes, master="fp32", fp32_modules=asked.fp32_modules)
     trained = {p.dtype for p in model.parameters() if p.requires_grad and p.is_floating_point()}
@@ -237,15 +233,6 @@ def check_divided_layers(mesh: MeshPlan, model: nn.Module, problems: ProblemColl
             if isinstance(number, int) and number % size:
                 message = f"{setting}={size} does not divide the {count}={number} of {name}."
                 problems.add("FSDP-E208", setting, message, f"Set it to a divisor of {number}.")
-
-
-def _check_activation(spec: FsdpSpec, pre_sharded: bool, problems: ProblemCollector) -> None:
-    """Check that activation checkpointing has units to checkpoint."""
-    activation = spec.activation
-    if activation.checkpointing != "none" and not activation.native and spec.wrap.policy == "none" and not pre_sharded:
-        message = "fsdp_activation_checkpointing checkpoints the units of the wrap policy, and no wrap policy is set."
-        fix = "Set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP."
-        problems.add("FSDP-E241", "activation.checkpointing", message, fix)
 
 
 def _check_reentrant(model: nn.Module, parts: ModelParts, problems: ProblemCollector) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.plan.fsdp_plan import Backend, ModelParts, PrecisionPlan, ProblemCollector, UnitPlan, unit_plan
-from hf_fsdp_plugin.plan.modules import ModuleTree, ParameterEntry, has_no_layers, policy_modules, post_order
+from hf_fsdp_plugin.plan.modules import ModuleTree, ParameterEntry, policy_modules, post_order
 from hf_fsdp_plugin.plan.names import ancestors, canonical_name, is_inside, parent_of
 from hf_fsdp_plugin.plan.parameters import modules_of_other_kinds
 from hf_fsdp_plugin.problems import has_errors
@@ -204,7 +204,8 @@ def _report_only_root(
 ) -> None:
     wrap, name = problems.spec.wrap, type(tree.model).__name__
     fix = "Name the repeated layers in fsdp_transformer_layer_cls_to_wrap, or use SIZE_BASED_WRAP."
-    if wrap.policy == "none" or len(tree.modules) == 1 or has_no_layers(problems.spec, tree):
+    has_no_layers = wrap.policy == "transformer" and not wrap.classes and not tree.own_classes()
+    if wrap.policy == "none" or len(tree.modules) == 1 or has_no_layers:
         reason = "without a wrap policy" if wrap.policy == "none" else "without layers that it declares or repeats"
         message = f"{reason}, {name} is one unit: each rank gathers all parameters at once and keeps them until the "
         message += "end of backward, so only gradients and optimizer state are sharded."

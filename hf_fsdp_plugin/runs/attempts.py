@@ -1,4 +1,13 @@
-"""The failed attempts of a run: their failures, and the optimizer steps that were lost and trained again."""
+"""The failed attempts of a run: their failures, the optimizer steps that were trained again, and whether it restarts.
+
+A restart helps if the cause was outside of the program: a killed rank, a lost machine, a broken connection. An error
+of the program comes again, after minutes of loading. Therefore a run is not restarted
+
+- after a signal to a launcher, or without the launcher that hosts the rendezvous of the machines;
+- if two attempts in succession have failed with the same exception, exit code or crash at the same place after the
+  same optimizer step of the run. A rank that was killed from outside, and a lost connection, never count as the same
+  failure.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +18,7 @@ from typing import Any, Final
 
 from hf_fsdp_plugin.hangs.process_end import CRASHES, stack_of
 from hf_fsdp_plugin.hangs.python_stacks import is_library
+from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.runs.failures import AttemptResult, RankExit, signal_name, summarize_exit
 from hf_fsdp_plugin.text import plural
 
@@ -128,12 +138,8 @@ def assess_attempt(result: AttemptResult, *, machine: int, seconds: float) -> Fa
     final = ""
     if result.signal_number:
         final = f"the launcher of machine {machine} received {signal.Signals(result.signal_number).name}."
-    return replace(
-        attempt,
-        failure=text[:_MAX_TEXT],
-        same_as=_identity(first) if first is not None and is_cause else "",
-        final=final,
-    )
+    same_as = _identity(first) if first is not None and is_cause else ""
+    return replace(attempt, failure=text[:_MAX_TEXT], same_as=same_as, final=final)
 
 
 def _identity(first: RankExit) -> str:
@@ -151,3 +157,29 @@ def count_steps(exits: Iterable[RankExit]) -> tuple[int | None, int | None]:
     counts = [rank.counts for rank in exits if rank.counts is not None]
     furthest = max(counts, key=lambda each: each.total, default=None)
     return (furthest.before, furthest.total) if furthest is not None and furthest.total else (None, None)
+
+
+def refuse_restart(attempt: FailedAttempt, restarts: Restarts) -> Problem | None:
+    """Return why the ranks must not be started again after a failed attempt; ``None`` if they may be.
+
+    Args:
+        attempt: the attempt, on which the machines have agreed.
+        restarts: without this attempt.
+    """
+    last = restarts.failures[-1] if restarts.failures else None
+    if attempt.final:
+        return _not_again(attempt.final)
+    if last is not None and attempt.same_as and (last.same_as, last.steps) == (attempt.same_as, attempt.steps):
+        where = f"after step {attempt.steps}" if attempt.steps is not None else "before the first optimizer step"
+        return _not_again(f"two attempts have failed in the same way {where}.")
+    if restarts.count < restarts.max_restarts:
+        return None
+    times = plural(restarts.count + 1, "time")
+    message = f"the run has failed {times}: no restart is left of {restarts.max_restarts}."
+    fix = "Read the failures above. Start the run again with resume_from_checkpoint=True."
+    return Problem(code="FSDP-E716", message=message, fix=fix)
+
+
+def _not_again(reason: str) -> Problem:
+    fix = "Remove the cause, then start the run again with resume_from_checkpoint=True."
+    return Problem(code="FSDP-E714", message=f"the run is not restarted: {reason}", fix=fix)

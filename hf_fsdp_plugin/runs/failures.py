@@ -14,7 +14,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import hf_fsdp_plugin.time_limits as time_limits
@@ -108,7 +108,7 @@ class RankExit:
         return python_stacks.find_place(self.stack, self.counts)[1]
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptResult:
     """How the ranks of this machine exited.
 
@@ -117,7 +117,6 @@ class AttemptResult:
         remote_failure: the failure of a rank on another machine, if any.
         has_remote_hang: whether this failure is a hang.
         hang: why the run was ended, if ranks waited for too long.
-        first: the rank whose failure caused the others, determined from ``exits``; ``None`` if none has failed.
     """
 
     exits: tuple[RankExit, ...]
@@ -125,10 +124,11 @@ class AttemptResult:
     remote_failure: str | None = None
     has_remote_hang: bool = False
     hang: FoundHang | None = None
-    first: RankExit | None = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.first = first_failure(self.exits)
+    @property
+    def first(self) -> RankExit | None:
+        """The rank whose failure caused the others; ``None`` if none has failed."""
+        return first_failure(self.exits)
 
     @property
     def exit_code(self) -> int:
@@ -176,21 +176,13 @@ def summarize_exit(rank: RankExit) -> str:
     if rank.kind in ("exception", "interrupt"):
         return first_line(failure)
     if rank.kind == "spec":
-        return spec_failure(failure)
+        codes = [code for code in failure.get("codes", ()) if code[len("FSDP-")] == "E"]
+        is_of_config = all(code.startswith(_OF_CONFIG) for code in codes)
+        return "the config has errors" if is_of_config else f"{codes[0]}: {first_line(failure)}"
     message = f": {failure['message']}" if failure["message"] else ""
-    return (
-        f"killed by {signal_name(-rank.code)}"
-        if rank.code < 0
-        else f"exit code {rank.code or failure.get('code', 0)}{message}"
-    )
-
-
-def spec_failure(failure: Mapping[str, Any]) -> str:
-    """Return what a ``SpecError`` is: the config has errors, or the code and message of the first error of the run."""
-    codes = [code for code in failure.get("codes", ()) if code[len("FSDP-")] == "E"]
-    if all(code.startswith(_OF_CONFIG) for code in codes):
-        return "the config has errors"
-    return f"{codes[0]}: {first_line(failure)}"
+    if rank.code < 0:
+        return f"killed by {signal_name(-rank.code)}"
+    return f"exit code {rank.code or failure.get('code', 0)}{message}"
 
 
 def first_line(failure: Mapping[str, Any]) -> str:

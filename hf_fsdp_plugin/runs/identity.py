@@ -39,8 +39,7 @@ from hf_fsdp_plugin.hangs.watch_files import RankFiles, remove_files, scratch_fo
 from hf_fsdp_plugin.rank_variables import ERROR_FILE_VARIABLE, POD_ID_VARIABLE, RUN_ID_VARIABLE, variable_number
 from hf_fsdp_plugin.runs.attempts import FailedAttempt, Restarts, count_steps
 from hf_fsdp_plugin.runs.failures import first_failure, read_exit, summarize_exit
-
-_AGENT_VARIABLE: Final = "TORCHELASTIC_RUN_ID"
+from hf_fsdp_plugin.sources.environment_variables import AGENT_VARIABLE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,12 +82,12 @@ def identify_run(environ: Mapping[str, str], argv: tuple[str, ...] = ()) -> RunI
         words = _short_hash("\0".join(argv))
         job = f"slurm-{environ['SLURM_JOB_ID']}-{environ.get('SLURM_STEP_ID', 'batch')}-{words}"
     pod = environ.get(POD_ID_VARIABLE, "")
-    if environ.get(_AGENT_VARIABLE, pod) != pod:  # the command line of torchrun has replaced it
+    if environ.get(AGENT_VARIABLE, pod) != pod:  # the command line of torchrun has replaced it
         pod = ""
     run_id = given = environ.get(RUN_ID_VARIABLE) or pod or _ray_run()
-    if not given and _AGENT_VARIABLE in environ:
+    if not given and AGENT_VARIABLE in environ:
         if (logs := _logs(environ)) is not None:
-            run_id = f"{environ[_AGENT_VARIABLE]}-{socket.gethostname()}-{logs.parent.name}"
+            run_id = f"{environ[AGENT_VARIABLE]}-{socket.gethostname()}-{logs.parent.name}"
     elif not given and "SLURM_PROCID" in environ:
         run_id = job
     return RunIdentity(

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from hf_fsdp_plugin.sources.config_tree import ConfigEntry, ConfigFile, ConfigFileError, Node, config_tree, parse_text
 from hf_fsdp_plugin.sources.interface import FSDP_SCOPES, Collector, Sources, SourceSettings, entry_of
-from hf_fsdp_plugin.vocabulary import PROGRAM_KEYS, TRAINING_FILE_MARKS, Scope, find_row, plain_key, word_of
+from hf_fsdp_plugin.vocabulary import BY_KEY, PROGRAM_KEYS, TRAINING_FILE_MARKS, Scope, plain_key, word_of
 
 SOURCE = "config"
 MARKS_OF_ACCELERATE: Final = frozenset({"distributed_type", "compute_environment"})
@@ -31,7 +31,7 @@ def read(sources: Sources) -> SourceSettings | None:
         root = _own_tree(config, out.source, allows_deepspeed=sources.allows_deepspeed)
     except ConfigFileError as error:
         return SourceSettings(problems=[error.problem], family="accelerate")
-    is_whole = any(map(_is_top_level, _keys_of(root)))
+    is_whole = any(("launch", plain_key(key, "launch")) in BY_KEY for key in _keys_of(root))
     out.add_mapping(root.value, _WHOLE_FILE if is_whole else ("fsdp", "parallelism"))
     return out.result("accelerate")
 
@@ -54,38 +54,30 @@ def is_for_deepspeed(root: Node) -> bool:
     return word == "deepspeed" and section is not None and not section.is_empty
 
 
-def _own_tree(config: ConfigFile | Mapping[str, Any], source: str, *, allows_deepspeed: bool = False) -> Node:
-    """Return the content of a file or dict of Accelerate. Raises ``ConfigFileError`` for one of another program."""
-    name = config.shown if isinstance(config, ConfigFile) else ""
+def _own_tree(config: ConfigFile | Mapping[str, Any] | str, source: str, *, allows_deepspeed: bool = False) -> Node:
+    """Return the content of a config of Accelerate. Raises ``ConfigFileError`` for a config of another program.
+
+    Args:
+        config: a file, a dict, or JSON text.
+        allows_deepspeed: as in :class:`Sources`.
+    """
     if isinstance(config, ConfigFile) and config.is_script:
         fix = "Give the config file of the training. In a shell script, write hf-fsdp launch for accelerate launch; it "
         fix += "has the same flags. Write settings of Python code as flags, or in a config file."
         raise ConfigFileError("FSDP-E060", "settings are not read from scripts.", fix, source=source)
-    return _checked(config_tree(config), source, name, allows_deepspeed=allows_deepspeed)
-
-
-def _checked(root: Node, source: str, name: str = "", *, allows_deepspeed: bool = False) -> Node:
-    """Return a config of Accelerate. Raises ``ConfigFileError`` for a config of another program.
-
-    Args:
-        name: the path of a file as the user wrote it.
-        allows_deepspeed: as in :class:`Sources`.
-    """
+    root = parse_text(config, source=source) if isinstance(config, str) else config_tree(config)
     found = [(program, entry) for program, names in PROGRAM_KEYS.items() for entry in marks_of(root, names)]
     if not found and not marks_of(root, MARKS_OF_ACCELERATE):
         found = [("a training script", entry) for entry in marks_of(root, TRAINING_FILE_MARKS)]
+    if not found and (allows_deepspeed or not is_for_deepspeed(root)):
+        return root
+    what, line = "a config of Accelerate for DeepSpeed", None
     if found:
         program, entry = found[0]
-        raise _other_program(f"a config of {program}, which the key {entry.key} shows", source, name, entry.line)
-    if is_for_deepspeed(root) and not allows_deepspeed:
-        raise _other_program("a config of Accelerate for DeepSpeed", source, name)
-    return root
-
-
-def _other_program(what: str, source: str, name: str, line: int | None = None) -> ConfigFileError:
-    name = name or "FILE"
+        what, line = f"a config of {program}, which the key {entry.key} shows", entry.line
+    name = config.shown if isinstance(config, ConfigFile) else "FILE"
     fix = f"Convert it: hf-fsdp convert {name} --out fsdp.yaml. hf-fsdp launch --config_file {name} converts it first."
-    return ConfigFileError("FSDP-E060", f"this is {what}, not a config of FSDP.", fix, source=source, line=line)
+    raise ConfigFileError("FSDP-E060", f"this is {what}, not a config of FSDP.", fix, source=source, line=line)
 
 
 def add_fsdp_config(out: Collector, config: FsdpConfig | ConfigFile) -> None:
@@ -116,7 +108,7 @@ def _parse_fsdp_config(config: FsdpConfig | ConfigFile, source: str) -> tuple[No
         text = str(config).strip()
         if text.startswith("{"):
             source = f"{source} fsdp_config"
-            return _checked(parse_text(text, source=source), source), source
+            return _own_tree(text, source), source
         config = ConfigFile.at(config)
     if isinstance(config, Mapping | ConfigFile):
         source = config.shown if isinstance(config, ConfigFile) else source
@@ -127,8 +119,3 @@ def _parse_fsdp_config(config: FsdpConfig | ConfigFile, source: str) -> tuple[No
 
 def _keys_of(root: Node) -> set[str]:
     return {entry.key.strip().lower() for entry in root.value}
-
-
-def _is_top_level(key: str) -> bool:
-    row = find_row(key, ("launch",))
-    return row is not None and row.scope == "launch" and plain_key(key, "launch") in row.spellings

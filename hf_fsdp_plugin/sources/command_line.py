@@ -23,8 +23,6 @@ SETTING_OF_SWITCH: Mapping[str, tuple[str, str]] = vocabulary.TABLES["setting_of
 LAUNCHER_FLAGS = vocabulary.WORDS["launcher_flags"]
 OPTIONAL_VALUE = vocabulary.WORDS["flags_with_optional_value"]
 """Flags of a training script whose value is optional; ``--fsdp`` without a value turns FSDP on."""
-RENAMED: Mapping[str, str] = {name: f"fsdp_{name}" for name in vocabulary.WORDS["renamed_flags"]}
-"""Flag of ``accelerate launch`` before version 0.14 -> its present name."""
 
 
 class GivenFlag(NamedTuple):
@@ -133,8 +131,8 @@ def add_flag(out: Collector, flag: GivenFlag) -> None:
         return
     if (row := _row_of_flag(flag.name)) is not None:
         out.add_entry(row, flag_entry(flag))
-    elif flag.name in RENAMED or flag.name.lower().startswith(("fsdp", "parallelism_config")):
-        nearest = RENAMED.get(flag.name) or vocabulary.similar_key(flag.name, ("fsdp", "parallelism"))
+    elif flag.name.lower().startswith(("fsdp", "parallelism_config")):
+        nearest = vocabulary.similar_key(flag.name, ("fsdp", "parallelism"))
         fix = did_you_mean(nearest and f"--{nearest}", "Remove it.")
         out.report("FSDP-E020", flag_entry(flag), f"unknown flag '{flag.written}'.", fix)
 
@@ -155,10 +153,8 @@ def _row_of_flag(name: str) -> SettingRow | None:
     default: Scope = "training" if name in OPTIONAL_VALUE else "launch"
     prefixes = vocabulary.PREFIXES.items()
     scope = next((scope for scope, prefix in prefixes if prefix and name.startswith(prefix)), default)
-    row = find_row(name, (scope,))
-    if row is None or row.opens is not None or vocabulary.plain_key(name, row.scope) not in row.spellings:
-        return None
-    return row
+    row = vocabulary.BY_KEY.get((scope, vocabulary.plain_key(name, scope)))
+    return row if row is not None and row.opens is None else None
 
 
 _ALL_SCOPES: tuple[Scope, ...] = ("launch", "fsdp", "parallelism", "precision", "dynamo", "fp8", "training")

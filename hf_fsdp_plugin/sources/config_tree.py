@@ -79,13 +79,9 @@ class Node:
 class ObjectText(str):
     """The text of an object such as a dtype, which may be a choice, but is not text that a user wrote."""
 
-    __slots__ = ()
-
 
 class Entries(tuple[ConfigEntry, ...]):
     """The entries of a mapping, in their original order."""
-
-    __slots__ = ()
 
 
 def one_line(text: str) -> str:
@@ -298,15 +294,13 @@ def read_text(file: ConfigFile) -> str:
 
 def _read_bytes(path: Path, source: str) -> bytes:
     try:
-        if not path.is_file():
-            message = "the path is not a regular file." if path.exists() else "the file does not exist."
-            fix = "Check the path. accelerate config writes a config file."
-            raise ConfigFileError("FSDP-E001", message, fix, source=source)
-        with path.open("rb") as file:
-            return file.read(MAX_BYTES + 1)
+        if path.is_file():
+            with path.open("rb") as file:
+                return file.read(MAX_BYTES + 1)
+        message = "the path is not a regular file." if path.exists() else "the file does not exist."
     except (OSError, ValueError) as error:
-        if isinstance(error, SpecError):
-            raise
         message = f"the file cannot be read: {getattr(error, 'strerror', None) or error}."
         fix = "Check the path and its permissions."
         raise ConfigFileError("FSDP-E003", message, fix, source=one_line(source)) from None
+    fix = "Check the path. accelerate config writes a config file."
+    raise ConfigFileError("FSDP-E001", message, fix, source=source)

@@ -28,7 +28,7 @@ TORCHRUN = "variables of torchrun"
 """Name of the level of the variables that replace flags of ``torchrun``."""
 TORCHRUN_KEYS: Mapping[str, str] = TABLES["torchrun_keys"]
 TORCHRUN_FLAGS: Mapping[str, str] = TABLES["torchrun_flags"]
-_AGENT = "TORCHELASTIC_RUN_ID"
+AGENT_VARIABLE = "TORCHELASTIC_RUN_ID"
 """A variable that torch's agent sets in its ranks. In these, the variables of ``torchrun`` have no effect any more."""
 LAUNCHER_MIN_NUM_PARAMS = "100000000"
 """Value that ``accelerate launch`` always sets by default, even without the size policy."""
@@ -79,7 +79,7 @@ def _add(out: Collector, name: str, value: str, variables: Mapping[str, str]) ->
 
 def torchrun_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of ``torchrun`` that are set, outside of its ranks."""
-    known = () if _AGENT in environ else (*TORCHRUN_KEYS, *TORCHRUN_FLAGS)
+    known = () if AGENT_VARIABLE in environ else (*TORCHRUN_KEYS, *TORCHRUN_FLAGS)
     return {name: environ[name].strip() for name in known if environ.get(name, "").strip()}
 
 
@@ -146,13 +146,13 @@ def written_by_accelerate(variables: Mapping[str, str]) -> bool:
     return "ACCELERATE_MIXED_PRECISION" in variables or "ACCELERATE_USE_FSDP" in variables
 
 
-def locate_config(sources: Sources) -> Sources:
-    """Return the sources with ``as_launched`` and ``default_file`` replaced by the config that they select.
+def locate_config(sources: Sources) -> tuple[Sources, list[Problem]]:
+    """Return the sources with the config that ``as_launched`` and ``default_file`` select, and problems of that.
 
     If ``accelerate launch`` started this process, its flags are added to the command line, and the environment is
     ignored, because the launcher set the variables from the config.
     """
-    problems = list(sources.problems)
+    problems: list[Problem] = []
     variables = variables_of(sources)
     if variables.get("ACCELERATE_USE_DEEPSPEED", "").lower() in TRUE_WORDS:
         sources = replace(sources, allows_deepspeed=True)  # accelerate launch has started DeepSpeed itself
@@ -173,7 +173,7 @@ def locate_config(sources: Sources) -> Sources:
             message = f"no config is given, and {accelerate_cache(variables)} contains no default config."
             fix = "Give a config file, or write the default one with accelerate config."
             problems.append(Problem(code="FSDP-E042", message=message, fix=fix))
-    return replace(sources, as_launched=False, default_file=False, problems=tuple(problems))
+    return sources, problems
 
 
 def find_launch(variables: Mapping[str, str]) -> tuple[ConfigFile | None, tuple[str, ...]] | None:

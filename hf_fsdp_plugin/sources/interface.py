@@ -36,7 +36,6 @@ class Sources:
             them, such a config is an error.
         allows_deepspeed: whether `config` may be a file of Accelerate for DeepSpeed, such as that of the ``accelerate
             launch`` that has started this process with DeepSpeed.
-        problems: the problems found by :func:`sources.environment.locate_config`.
     """
 
     config: ConfigFile | Mapping[str, Any] | None = None
@@ -52,7 +51,6 @@ class Sources:
     as_launched: bool = False
     converted: SourceSettings | None = None
     allows_deepspeed: bool = False
-    problems: tuple[Problem, ...] = ()
 
 
 def config_of(config: str | Path | ConfigFile | Mapping[str, Any] | None) -> ConfigFile | Mapping[str, Any] | None:
@@ -147,7 +145,7 @@ Reader = Callable[[Sources], SourceSettings | None]
 
 
 def enables_fsdp(name: str, value: Any, origin: Origin) -> bool:
-    """Whether a setting enables FSDP. A precision or a number of processes does not.
+    """Whether a setting enables FSDP. A precision, fp8 included, or a number of processes does not.
 
     Environment variables configure FSDP but do not enable it, except ``ACCELERATE_USE_FSDP``: Transformers itself sets
     some of them.
@@ -157,7 +155,7 @@ def enables_fsdp(name: str, value: Any, origin: Origin) -> bool:
     section, _, key = name.partition(".")
     if section == "mesh" and key not in ("shard", "replicate"):
         return False
-    return section not in ("launch", "precision", "activation") and origin.source != ENVIRONMENT
+    return section not in ("launch", "precision", "fp8", "activation") and origin.source != ENVIRONMENT
 
 
 AUTO_WRAP = "wrap.auto"
@@ -168,8 +166,6 @@ _STRATEGY_OPTIONS: Final = frozenset({*STRATEGIES, "_hybrid_shard_zero2"})
 """Options of ``fsdp`` that are strategies. The last one is the name in torch's enumeration."""
 _SETTING_OF_OPTION: Final = {"auto_wrap": AUTO_WRAP, "offload": "offload.params"}
 """Other options -> the setting that is true with them."""
-_ALWAYS_WRITTEN: Final = frozenset({"wrap.min_num_params", "xla.enabled", "xla.v2", "xla.grad_ckpt"})
-_WRITTEN_VALUES: Final = (0, False)
 _SEPARATORS: Final = str.maketrans(dict.fromkeys(f"{BLANKS},", " "))
 """Translation of the characters that separate the options of ``fsdp`` to spaces."""
 FSDP_SCOPES: tuple[Scope, ...] = ("fsdp", "precision", "parallelism")
@@ -197,8 +193,7 @@ class Collector(SourceSettings):
         """Add the content of another collector.
 
         Args:
-            active: whether its settings apply even if no other source enables FSDP. Values that Transformers 4 writes
-                into every ``fsdp_config`` are not settings of the user.
+            active: whether its settings apply even if no other source enables FSDP.
         """
         if active:
             self.settings += other.settings
@@ -206,8 +201,7 @@ class Collector(SourceSettings):
             self.inactive_problems += other.inactive_problems
             self.mentions_fsdp |= other.mentions_fsdp
             return
-        given = (s for s in other.settings if s.name not in _ALWAYS_WRITTEN or s.value not in _WRITTEN_VALUES)
-        self.settings += (replace(setting, inactive=True) for setting in given)
+        self.settings += (replace(setting, inactive=True) for setting in other.settings)
         self.inactive_problems += other.problems
 
     def add_mapping(self, entries: Iterable[ConfigEntry], scopes: Sequence[Scope]) -> None:

@@ -15,7 +15,6 @@ import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from enum import Enum
-from types import MappingProxyType
 from typing import Any, Final
 
 from hf_fsdp_plugin.problems import Origin, Problem
@@ -32,10 +31,10 @@ KEYS = ("bf16", "fp16", "fp8", "gradient_checkpointing", "activation_checkpointi
 
 FsdpOptions = bool | str | Enum | Sequence[str | Enum] | None
 """Options as text or list, or a bool."""
-_AXIS_OF_FIELDS: Final = MappingProxyType({"tp_": "tp_size", "ep_": "ep_size"})
+_AXIS_OF_FIELDS: Final = {"tp_": "tp_size", "ep_": "ep_size"}
 """Beginning of the names of fields -> the size that must be above 1, so that they have an effect."""
 
-FSDP_SIZES: Final = MappingProxyType({"fsdp_size": "mesh.shard", "dp_replicate_size": "mesh.replicate"})
+FSDP_SIZES: Final = {"fsdp_size": "mesh.shard", "dp_replicate_size": "mesh.replicate"}
 """Size of a ``DistributedConfig`` for data parallelism -> its setting."""
 _NUMBER: Final = re.compile(r"\+?(\d{1,19})(?:\.0+)?", re.ASCII)
 _DEFAULTS: Final = frozenset({"", "auto", "false", "none", "null"})

@@ -1,4 +1,4 @@
-"""``FsdpSpec``: the requested settings, typed and in sections, with defaults; those that differ are in ``defaults``.
+"""``FsdpSpec``: the requested settings, typed and in sections, with defaults; those that differ are at the end.
 
 Attribute paths are the canonical names: ``spec.sharding.strategy`` is the setting ``sharding.strategy``. ``"auto"`` is
 replaced by ``plan.resolve`` with a value for the model and the world size.
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from hf_fsdp_plugin.problems import DEFAULT_ORIGIN, Origin, Problem
-from hf_fsdp_plugin.sources.interface import enables_fsdp
+from hf_fsdp_plugin.sources.interface import SourceFamily, enables_fsdp
 from hf_fsdp_plugin.strategies import DEFAULT_STRATEGY
 
 Version = Literal[1, 2]
@@ -261,3 +261,16 @@ class FsdpSpec:
 
 
 SECTIONS: tuple[str, ...] = tuple(f.name for f in fields(FsdpSpec) if f.name not in ("origins", "problems"))
+
+FAMILY_DEFAULTS: Final[Mapping[SourceFamily | None, Mapping[str, Any]]] = {
+    "accelerate": {"fsdp.version": 1, "wrap.policy": "none"},
+    "training_arguments": {"fsdp.version": 2, "wrap.policy": "transformer"},
+    None: {"fsdp.version": 2},
+}
+"""Family of a source, ``None`` if no source mentions FSDP -> the defaults that depend on it."""
+
+VERSION_DEFAULTS: Final[Mapping[int, Mapping[str, Any]]] = {
+    1: {"prefetch.backward": "none", "fp8.all_gather": False},
+    2: {"prefetch.backward": "pre", "fp8.all_gather": True},
+}
+"""FSDP version -> the defaults that depend on it."""

@@ -15,9 +15,8 @@ from hf_fsdp_plugin.sources.config_tree import ConfigFile
 from hf_fsdp_plugin.sources.environment_variables import locate_config
 from hf_fsdp_plugin.sources.interface import Setting, Sources, SourceSettings, config_of
 from hf_fsdp_plugin.sources.script_objects import ARGUMENTS, FsdpOptions
-from hf_fsdp_plugin.spec.defaults import FAMILY_DEFAULTS
-from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
-from hf_fsdp_plugin.spec.precedence import PRECEDENCE, active_settings, derive_spec, merge_levels, sorted_by_precedence
+from hf_fsdp_plugin.spec.fsdp_spec import FAMILY_DEFAULTS, FsdpSpec
+from hf_fsdp_plugin.spec.precedence import LEVELS, PRECEDENCE, active_settings, derive_spec, merge_levels
 from hf_fsdp_plugin.spec.rules import check_rules
 from hf_fsdp_plugin.spec.value_parsers import parse_settings
 from hf_fsdp_plugin.strategies import STRATEGIES
@@ -108,8 +107,8 @@ def read_settings(sources: Sources) -> list[SourceSettings]:
     Raises:
         SpecError: a value of a source contains itself.
     """
-    sources = locate_config(sources)
-    located = [SourceSettings(problems=list(sources.problems))] if sources.problems else []
+    sources, problems = locate_config(sources)
+    located = [SourceSettings(problems=problems)] if problems else []
     read = ((level, reader(sources)) for level, reader in PRECEDENCE)
     return located + [parse_settings(replace(found, level=level)) for level, found in read if found is not None]
 
@@ -134,7 +133,8 @@ def add_settings(given: Sequence[SourceSettings], **sources: Any) -> list[Source
             new = before.joined(new) if new.level in _WORDS else new
         if new.level != environment_variables.SOURCE:
             result.append(new)
-    return sorted_by_precedence(result)
+    # Settings without a level are problems only.
+    return sorted(result, key=lambda source: LEVELS.index(source.level) if source.level else -1)
 
 
 def combine(given: Sequence[SourceSettings]) -> Assessment:
@@ -154,11 +154,7 @@ MADE_FROM_SPEC: Final = "_hf_fsdp_made_from_spec"
 
 
 def with_script_settings(
-    spec: FsdpSpec,
-    *,
-    values: Mapping[str, Any] = MappingProxyType({}),
-    origin: Origin = DEFAULT_ORIGIN,
-    **sources: Any,
+    spec: FsdpSpec, *, values: Mapping[str, Any] = MappingProxyType({}), origin: Origin = DEFAULT_ORIGIN, **sources: Any
 ) -> FsdpSpec:
     """Return a checked spec with settings that a script makes after the spec: they override it, and are reported.
 

@@ -11,8 +11,7 @@ from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.sources import accelerate_file, command_line, environment_variables, script_objects
 from hf_fsdp_plugin.sources.interface import AUTO_WRAP, OFF, Reader, Setting, SourceSettings
 from hf_fsdp_plugin.sources.script_objects import PARALLELISM, PLUGIN, read_parallelism_config, read_plugin
-from hf_fsdp_plugin.spec.defaults import VERSION_DEFAULTS
-from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
+from hf_fsdp_plugin.spec.fsdp_spec import VERSION_DEFAULTS, FsdpSpec
 from hf_fsdp_plugin.strategies import DEFAULT_STRATEGY, STRATEGIES, Strategy, strategy_of
 
 PRECEDENCE: Final[tuple[tuple[str, Reader], ...]] = (
@@ -37,12 +36,12 @@ strategy and the other a different ``reshard_after_forward``, neither has preced
 A cluster sets the variables of torchrun for each job, so they override a file, which has a number of machines too.
 """
 
-_LEVELS: Final = tuple(dict.fromkeys(level for level, _ in PRECEDENCE))
+LEVELS: Final = tuple(dict.fromkeys(level for level, _ in PRECEDENCE))
 FLAGS: Final = frozenset({command_line.OVERRIDES, command_line.SOURCE, environment_variables.TORCHRUN})
 FILES: Final = frozenset({accelerate_file.SOURCE, environment_variables.SOURCE, environment_variables.TORCHRUN})
 """Levels of settings for many runs. That a level of ``FLAGS``, for one run, overrides them is a note, not a warning."""
 
-OTHER_ENGINES: Final = MappingProxyType({"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM"})
+OTHER_ENGINES: Final = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM"}
 """Value of ``distributed_type`` -> name of an engine other than FSDP."""
 COMPLEMENTARY = frozenset({"launch.distributed_type"})
 """Settings that several sources may set differently: ``fsdp=`` in a script turns FSDP on under any launcher."""
@@ -127,14 +126,9 @@ def _merge_level(level: SourceSettings) -> tuple[dict[str, Setting], list[Proble
     return settings, problems
 
 
-def sorted_by_precedence(given: Iterable[SourceSettings]) -> list[SourceSettings]:
-    """Return the settings of sources with the highest precedence first. Those without a level are problems only."""
-    return sorted(given, key=lambda source: _LEVELS.index(source.level) if source.level else -1)
-
-
 def has_precedence(one: Setting, other: Setting) -> bool:
     """Whether `one` is from a level of higher precedence than `other`."""
-    return _LEVELS.index(one.level) < _LEVELS.index(other.level)
+    return LEVELS.index(one.level) < LEVELS.index(other.level)
 
 
 def _script_enables_fsdp(setting: Setting, effective: Setting) -> bool:

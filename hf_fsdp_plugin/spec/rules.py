@@ -25,9 +25,6 @@ FP16_ON_CPU = (
 STORAGE_DRIVERS = "Install the driver of fsspec: pip install s3fs for s3://, gcsfs for gs://, or adlfs for abfs://."
 """Remedy of FSDP-E418."""
 XLA_TYPES = ("XLA", "TPU")
-FSDP_SECTIONS = frozenset(
-    {"fsdp", "sharding", "mesh", "wrap", "offload", "prefetch", "checkpoint", "loading", "params", "xla"}
-)
 
 
 def check_rules(spec: FsdpSpec) -> tuple[Problem, ...]:
@@ -56,9 +53,7 @@ def _check_engine(spec: FsdpSpec) -> Iterator[Problem]:
 def _check_enabled(spec: FsdpSpec) -> Iterator[Problem]:
     """Report a ``distributed_type`` other than FSDP, for which stock Accelerate ignores all FSDP settings."""
     kind = spec.launch.distributed_type
-    given = [name for name in spec.origins if name.partition(".")[0] in FSDP_SECTIONS]
-    # Variables alone do not enable FSDP. Transformers sets some of them in every run.
-    asked = [name for name in given if enables_fsdp(name, spec.get(name), spec.origin(name))]
+    asked = [name for name, origin in spec.origins.items() if enables_fsdp(name, spec.get(name), origin)]
     if kind in ("FSDP", *OTHER_ENGINES, *XLA_TYPES):
         return
     if asked:
@@ -217,7 +212,10 @@ def _check_units(spec: FsdpSpec) -> Iterator[Problem]:
         fix = "Set fsdp_activation_checkpointing: true instead of gradient_checkpointing, or pass "
         fix += 'activation_checkpointing_kwargs={"offload": True} (Transformers 5.24) instead of the offload.'
         yield spec.problem("FSDP-E141", "activation.offload", message, fix)
-    yield from check_size_threshold(spec)
+    if wrap.policy == "size" and wrap.min_num_params <= 0:
+        message = f"the size policy requires min_num_params above 0; it is {wrap.min_num_params}."
+        fix = "Set fsdp_min_num_params, for example to 1e8, or wrap by layer class: TRANSFORMER_BASED_WRAP."
+        yield spec.problem("FSDP-E142", "wrap.policy", message, fix)
     if wrap.policy != "transformer" and wrap.classes:
         message = f"layer classes have no effect with the wrap policy {wrap.policy}."
         fix = "Set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, or remove the classes."
@@ -229,26 +227,14 @@ def _check_units(spec: FsdpSpec) -> Iterator[Problem]:
     for name in (name for name in wrap.classes if not is_class_name(name)):
         fix = "Write names such as LlamaDecoderLayer, without a path, separated by commas."
         yield spec.problem("FSDP-E144", "wrap.classes", f"'{name[:80]}' is not a class name.", fix)
-    yield from check_pattern(spec, "wrap.ignored_modules")
-    yield from check_pattern(spec, "precision.fp32_modules")
-
-
-def check_size_threshold(spec: FsdpSpec) -> Iterator[Problem]:
-    if spec.wrap.policy == "size" and spec.wrap.min_num_params <= 0:
-        message = f"the size policy requires min_num_params above 0; it is {spec.wrap.min_num_params}."
-        fix = "Set fsdp_min_num_params, for example to 1e8, or wrap by layer class: TRANSFORMER_BASED_WRAP."
-        yield spec.problem("FSDP-E142", "wrap.policy", message, fix)
-
-
-def check_pattern(spec: FsdpSpec, name: str) -> Iterator[Problem]:
-    """Report a setting whose value is not a regular expression."""
-    pattern = spec.get(name)
-    try:
-        re.compile(pattern)
-    except (re.error, RecursionError, OverflowError) as reason:
-        message = f"'{pattern[:80]}' is not a valid regular expression: {reason}."
-        fix = "Write an expression that matches module names, such as .*\\.lora_.*, and escape brackets."
-        yield spec.problem("FSDP-E145", name, message, fix)
+    for name in ("wrap.ignored_modules", "precision.fp32_modules"):
+        pattern = spec.get(name)
+        try:
+            re.compile(pattern)
+        except (re.error, RecursionError, OverflowError) as reason:
+            message = f"'{pattern[:80]}' is not a valid regular expression: {reason}."
+            fix = "Write an expression that matches module names, such as .*\\.lora_.*, and escape brackets."
+            yield spec.problem("FSDP-E145", name, message, fix)
 
 
 def _check_precision(spec: FsdpSpec) -> Iterator[Problem]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from hf_fsdp_plugin.cli.output import Color, colored, text_width
 from hf_fsdp_plugin.messages import progress_bar
 from hf_fsdp_plugin.problems import UsageError
-from hf_fsdp_plugin.text import fit_table
+from hf_fsdp_plugin.text import format_table
 
 if TYPE_CHECKING:  # only the verbs that start ranks import these
     from hf_fsdp_plugin.launcher.world import World
@@ -70,7 +70,7 @@ def colored_table(rows: Sequence[Sequence[str]], colors: Sequence[Color | None])
         rows: the cells of the head, then those of each row.
         colors: the color of each row after the head.
     """
-    head, *lines = fit_table(rows, text_width()).split("\n")
+    head, *lines = format_table(rows, width=text_width()).split("\n")
     shown = [line if color is None else colored(line, color) for line, color in zip(lines, colors, strict=True)]
     return "\n".join([colored(head, "bold"), *shown])
 

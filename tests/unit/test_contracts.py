@@ -108,7 +108,7 @@ def test_missing_function_raises_when_it_is_used() -> None:
 def test_optional_feature_is_off_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     printed: list[object] = []
     monkeypatch.setattr(printer(), "listener", printed.append)
-    monkeypatch.setattr(printer(), "_printed", set())
+    monkeypatch.setattr(printer(), "printed", set())
 
     @off_without(7)
     def feature() -> int:

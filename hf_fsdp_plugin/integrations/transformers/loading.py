@@ -39,7 +39,7 @@ from hf_fsdp_plugin.integrations.transformers import private
 from hf_fsdp_plugin.integrations.transformers.model_files import without_progress_bar
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, MeshPlan, ProblemCollector
-from hf_fsdp_plugin.plan.meta_model import config_and_class
+from hf_fsdp_plugin.plan.model_config import config_and_class
 from hf_fsdp_plugin.plan.resolve import check_installed_axes
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.rank_variables import launched_rank, launched_world_size

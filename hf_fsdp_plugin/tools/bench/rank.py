@@ -33,7 +33,7 @@ from hf_fsdp_plugin.integrations.install import uninstall
 from hf_fsdp_plugin.integrations.patching import changes
 from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, torch_dtype
-from hf_fsdp_plugin.plan.meta_model import config_and_class, meta_model
+from hf_fsdp_plugin.plan.model_config import config_and_class
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.rank_variables import launched_local_rank
 from hf_fsdp_plugin.sources.handover import LaunchHandover
@@ -42,6 +42,7 @@ from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.load import add_settings, combine
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.tools.bench.cases import DDP, JOB_FILE, Case, CaseGroup, WorldJob
+from hf_fsdp_plugin.tools.meta_model import meta_model
 from hf_fsdp_plugin.tools.preflight.clone import MadeData, collate
 
 MAX_GRAD_NORM: Final = 1.0

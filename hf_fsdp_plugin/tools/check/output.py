@@ -15,8 +15,7 @@ from hf_fsdp_plugin.cli.output import Color, colored
 from hf_fsdp_plugin.problems import DEFAULT_ORIGIN, Origin, Problem, SpecError, has_errors
 from hf_fsdp_plugin.sources.config_tree import ConfigFile
 from hf_fsdp_plugin.sources.interface import Sources, SourceSettings
-from hf_fsdp_plugin.spec.defaults import FAMILY_DEFAULTS
-from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
+from hf_fsdp_plugin.spec.fsdp_spec import FAMILY_DEFAULTS, FsdpSpec
 from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.spec.rules import fsdp_is_off
 from hf_fsdp_plugin.spec.value_parsers import setting_to_json
@@ -142,7 +141,7 @@ def plan_with_problems(
 
 def load_meta_model(model: str) -> nn.Module:
     """Return the model on the meta device. Raises ``SpecError`` if it does not exist or cannot be built (FSDP-E709)."""
-    from hf_fsdp_plugin.plan.meta_model import meta_model
+    from hf_fsdp_plugin.tools.meta_model import meta_model
 
     with reading_model(model):
         return meta_model(model)

@@ -42,8 +42,13 @@ def _about(action: argparse.Action) -> str:
 
 
 def _choices(action: argparse.Action) -> tuple[str, ...]:
-    """Return the values to complete; files, if there are none."""
-    return tuple(map(str, action.choices or ()))
+    """Return the values to complete; files, if there are none. For settings, more spellings are accepted."""
+    row = getattr(action, "row", None)
+    if row is None or action.nargs == 0:
+        return tuple(map(str, action.choices or ()))
+    if row.kind in ("bool", "reshard"):
+        return "true", "false"
+    return tuple(value for value in row.choices if value != "auto")
 
 
 def _words(actions: Iterable[argparse.Action]) -> tuple[str, ...]:

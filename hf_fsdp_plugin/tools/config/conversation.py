@@ -369,8 +369,8 @@ def _print(text: str, color: Color | None = None, indent: str = "") -> None:
 
 def read_model(path_or_id: str) -> ModelFacts:
     """Return the facts of a model. Raises ``SpecError`` (FSDP-E709) if it does not exist or cannot be built."""
-    from hf_fsdp_plugin.plan.meta_model import max_positions
     from hf_fsdp_plugin.plan.modules import ModuleTree, no_split_classes
+    from hf_fsdp_plugin.tools.meta_model import max_positions
 
     model = load_meta_model(path_or_id)
     tree = ModuleTree(model)

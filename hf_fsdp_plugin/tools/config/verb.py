@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_fsdp_plugin.cli.output import OK, print_failure, print_json, print_problems
-from hf_fsdp_plugin.launcher.flags import Suggested
 from hf_fsdp_plugin.launcher.world import find_devices
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError, has_errors
 from hf_fsdp_plugin.sources import environment_variables
@@ -73,6 +72,13 @@ class Target:
         return self.path is not None and self.path.suffix.lower() == ".json"
 
 
+class _Suggested(tuple[str, ...]):
+    """Values for completion in a shell. The reader of the value checks it, and accepts more spellings."""
+
+    def __contains__(self, value: object) -> bool:
+        return True
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--config-file", metavar="PATH",
@@ -83,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cpu", action="store_true", help="run on CPU ranks instead of GPUs")
     answers = parser.add_argument_group("answers", "each replaces a question")
     for question in questions.QUESTIONS:
-        labels = Suggested(map(label_of, question.choices_in(State(answers={"gpus": 2}))))
+        labels = _Suggested(map(label_of, question.choices_in(State(answers={"gpus": 2}))))
         answers.add_argument(
             question.flag, metavar="|".join(labels) or question.name.rpartition("_")[2].upper(), help=question.help,
             choices=labels or None,

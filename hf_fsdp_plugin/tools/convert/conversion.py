@@ -12,7 +12,7 @@ from hf_fsdp_plugin.cli.output import text_width
 from hf_fsdp_plugin.sources import accelerate_file
 from hf_fsdp_plugin.sources.config_tree import ConfigEntry, ConfigFile, ConfigFileError
 from hf_fsdp_plugin.sources.interface import Sources, SourceSettings
-from hf_fsdp_plugin.text import fit_table, printable, wrap_words
+from hf_fsdp_plugin.text import format_table, printable, wrap_words
 from hf_fsdp_plugin.tools.convert.dialects import accelerate, deepspeed, interface, training_script
 
 DIALECTS: Final[tuple[interface.ConfigDialect, ...]] = (
@@ -53,7 +53,7 @@ def print_outcomes(outcomes: Sequence[interface.KeyOutcome]) -> None:
         else:
             without.setdefault(outcome.why, []).append(outcome.origin.spelling)
     width = text_width(sys.stderr)
-    lines = [fit_table(rows, width)]
+    lines = [format_table(rows, width=width)]
     for why, keys in without.items():
         lines += wrap_words(printable(f"no effect: {', '.join(keys)}. {why}"), width)
     print("\n".join(lines), end="\n\n", file=sys.stderr, flush=True)

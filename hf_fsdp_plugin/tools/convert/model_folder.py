@@ -18,12 +18,12 @@ from hf_fsdp_plugin.checkpoint.errors import raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.file_io import InputFiles
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, StoredTensor, shared_tensors
-from hf_fsdp_plugin.plan.meta_model import meta_model
 from hf_fsdp_plugin.tools import loaded_weights
 from hf_fsdp_plugin.tools.common import Progress
 from hf_fsdp_plugin.tools.convert.checkpoint import ConvertedCheckpoint, manifest_without_files, write_states
 from hf_fsdp_plugin.tools.convert.deepspeed_files import SavedEngine
 from hf_fsdp_plugin.tools.merge import companions, output
+from hf_fsdp_plugin.tools.meta_model import meta_model
 from hf_fsdp_plugin.tools.verify.comparison import config_problems
 
 _BACKEND: Final = "huggingface"

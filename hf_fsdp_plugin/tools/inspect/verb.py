@@ -98,7 +98,7 @@ def _table(rows: Iterable[CheckpointRow]) -> str:
             step = "-" if summary.step is None else f"{summary.step:,}"
             known = (step, summary.kind, ranks, text.format_bytes(sum(summary.files.values())))
         lines.append((path.name, *known, "complete" if reason is None else f"incomplete: {reason}"))
-    return text.fit_table(lines, text_width())
+    return text.format_table(lines, width=text_width())
 
 
 def _text(summary: Summary, *, parameters: bool, optimizer: bool) -> str:

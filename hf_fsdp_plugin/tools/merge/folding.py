@@ -22,12 +22,12 @@ from hf_fsdp_plugin.checkpoint.file_io import InputFiles
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, StoredTensor
 from hf_fsdp_plugin.checkpoint.names import ADAPTER_CONFIG, is_adapter
 from hf_fsdp_plugin.integrations.peft import adapted_layers, merge_layer
-from hf_fsdp_plugin.plan.meta_model import meta_model
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import format_names
 from hf_fsdp_plugin.tools.loaded_weights import computed, loaded_groups, read_tensor, why_not_whole, without_root
 from hf_fsdp_plugin.tools.merge.copying import same_elements
 from hf_fsdp_plugin.tools.merge.output import FLOATS
+from hf_fsdp_plugin.tools.meta_model import meta_model
 from hf_fsdp_plugin.tools.verify.comparison import difference_problems
 
 _PREFIX: Final = "base_model.model."

@@ -22,13 +22,13 @@ from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, r
 from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest
 from hf_fsdp_plugin.checkpoint.formats.safetensors import index_text
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, StoredTensor
-from hf_fsdp_plugin.plan.meta_model import meta_model
 from hf_fsdp_plugin.problems import Problem, has_errors
 from hf_fsdp_plugin.text import format_names, plural
 from hf_fsdp_plugin.tools.common import Progress
 from hf_fsdp_plugin.tools.loaded_weights import fp32_names, has_root, without_root
 from hf_fsdp_plugin.tools.merge import companions, copying, output
 from hf_fsdp_plugin.tools.merge.folding import AdapterFold
+from hf_fsdp_plugin.tools.meta_model import meta_model
 from hf_fsdp_plugin.tools.verify.comparison import config_problems, manifest_problems
 
 _WEIGHTS: Final = (file_names.safetensors_file(file_names.HF_MODEL), f"{file_names.HF_MODEL_BIN}.bin")

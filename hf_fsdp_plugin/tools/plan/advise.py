@@ -11,7 +11,7 @@ from hf_fsdp_plugin.cli.output import OK, PROBLEMS, colored, print_result, text_
 from hf_fsdp_plugin.launcher.world import DEFAULT_PORT
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 from hf_fsdp_plugin.strategies import STRATEGIES
-from hf_fsdp_plugin.text import fit_table, format_memory, plural, truncate_lines, wrap_words
+from hf_fsdp_plugin.text import format_memory, format_table, plural, truncate_lines, wrap_words
 from hf_fsdp_plugin.tools.config.text import new_text, script_arguments, setting_lines, stock_limits
 from hf_fsdp_plugin.tools.plan.estimate.machines import RANKS_PER_MACHINE, Machine
 from hf_fsdp_plugin.tools.plan.output import Planned
@@ -108,7 +108,7 @@ def rows_table(rows: Sequence[AdviceRow], chosen: AdviceRow | None, width: int |
             speed = [f"{row.tokens_per_second or 0:,.0f}"] if has_speed else []
             table.append((mark, _settings(row), batches, format_memory(row.memory.needed_bytes), *speed, row.reason))
     rest = len(rows) + 1 - len(table)
-    return fit_table(table, width) + (f"\n… and {rest} more that fit" if rest else "")
+    return format_table(table, width=width) + (f"\n… and {rest} more that fit" if rest else "")
 
 
 def _stock_limits(row: AdviceRow) -> list[str]:

@@ -184,7 +184,7 @@ def _read_workload(args: argparse.Namespace, world_size: int, problems: list[Pro
 
 def sequence_length(workload: Workload, model: nn.Module) -> tuple[int, Problem | None]:
     """Return the tokens per sample, and the problem of a sequence that the model does not support."""
-    from hf_fsdp_plugin.plan.meta_model import max_positions
+    from hf_fsdp_plugin.tools.meta_model import max_positions
 
     maximum = max_positions(model)
     length = workload.seq_len or min(_DEFAULT_LENGTH, maximum or _DEFAULT_LENGTH)

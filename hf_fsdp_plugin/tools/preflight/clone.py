@@ -24,9 +24,9 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, default_collate
 
-from hf_fsdp_plugin.plan.meta_model import default_dtype
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import format_count, format_names
+from hf_fsdp_plugin.tools.meta_model import default_dtype
 
 MAX_PARAMS: Final = 200_000_000
 """Maximum parameters of a clone: a rank needs some 16 bytes for each."""

@@ -26,7 +26,7 @@ from hf_fsdp_plugin.integrations import observing
 from hf_fsdp_plugin.integrations.accelerate.run_report import report_run
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.observers import ObservedPhase, Observer
-from hf_fsdp_plugin.plan.meta_model import config_and_class
+from hf_fsdp_plugin.plan.model_config import config_and_class
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import format_names

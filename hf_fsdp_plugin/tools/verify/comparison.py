@@ -38,7 +38,7 @@ def config_problems(stored: StoredModel, folder: Path) -> list[Problem]:
         reason = "the model is quantized when it is loaded"
     else:
         try:
-            from hf_fsdp_plugin.plan.meta_model import meta_model
+            from hf_fsdp_plugin.tools.meta_model import meta_model
 
             with contextlib.redirect_stdout(sys.stderr):  # libraries may print other lines than the result
                 model = meta_model(folder)

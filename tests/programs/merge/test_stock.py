@@ -91,7 +91,7 @@ def test_missing_transformers_is_noted(tmp_path: Path, out: Path, monkeypatch: p
     """Without Transformers there is no model. The weights are merged, and the result does not claim a comparison."""
     checkpoint, names = stock(tmp_path / "run"), saved.tiny_llama().state_dict().keys()
     monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.delitem(sys.modules, "hf_fsdp_plugin.plan.meta_model", raising=False)
+    monkeypatch.delitem(sys.modules, "hf_fsdp_plugin.tools.meta_model", raising=False)
     merged = merge(checkpoint, out, MergeOptions())
     assert (merged.compared_with, codes(merged)) == ("", ["FSDP-N475"]) and "transformers" in messages(merged)
     assert read(out).keys() == names

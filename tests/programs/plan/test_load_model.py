@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import transformers as hf
 
-from hf_fsdp_plugin.plan.meta_model import max_positions, meta_model
+from hf_fsdp_plugin.tools.meta_model import max_positions, meta_model
 from tests.support.model_families import TEXT_CONFIG
 
 

@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 
 from hf_fsdp_plugin.cli import output
 from hf_fsdp_plugin.problems import MAX_SHOWN, CheckpointError, Problem
-from hf_fsdp_plugin.text import fit_table, format_table, printable
+from hf_fsdp_plugin.text import format_table, printable
 from tests.support import saved
 from tests.support.merge_inputs import save as save_local
 from tests.unit.launcher.test_rendezvous import met
@@ -135,7 +135,7 @@ def test_text_of_other_launchers_is_escaped() -> None:
 
 def test_problems_and_tables_escape_control_characters() -> None:
     assert_printable(str(Problem(code="FSDP-E453", message=ESCAPES, fix=ESCAPES, setting=ESCAPES)))
-    for table in (format_table, lambda rows: fit_table(rows, 40)):
+    for table in (format_table, lambda rows: format_table(rows, width=40)):
         text = table([("name", "value"), (ESCAPES, ESCAPES * 3)])
         assert_printable(text)
         assert len(text.splitlines()) == 2

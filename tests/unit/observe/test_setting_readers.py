@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_fsdp_plugin.observe.first_step import FirstStep
-from hf_fsdp_plugin.observe.setting_readers import READERS, read_setting
+from hf_fsdp_plugin.observe.setting_readers import READERS, observe_settings, read_setting
 from hf_fsdp_plugin.observe.weights import WeightComparison
 from tests.unit.observe.live_models import make_plan, make_run
 
@@ -31,7 +31,7 @@ def test_every_setting_has_a_reader_or_a_reason() -> None:
     ("name", "facts", "value", "matches"),
     [
         ("sharding.strategy", {"world_size": 1}, "full_shard", True),
-        ("precision.output", {"first_step": FirstStep(output_dtype=torch.bfloat16)}, "bf16", True),
+        ("precision.output", {"first_step": FirstStep(output_dtype=torch.bfloat16)}, "bf16", None),
         ("checkpoint.state_dict", {"state_dict": "local"}, "local", None),
         ("checkpoint.asynchronous", {"saved_asynchronously": True}, True, None),
         ("launch.num_processes", {"world_size": 3}, 3, None),
@@ -43,6 +43,13 @@ def test_every_setting_has_a_reader_or_a_reason() -> None:
 def test_reader_returns_live_value(name: str, facts: Any, value: Any, matches: bool | None) -> None:
     observed = read_setting(name, make_run(**facts))
     assert (observed.value, observed.matches, observed.unobservable) == (value, matches, False)
+
+
+@pytest.mark.parametrize(("asked", "status"), [("auto", "applied"), ("bf16", "applied"), ("fp32", "differs")])
+def test_dtype_that_is_not_asked_for_matches(asked: str, status: str) -> None:
+    plan = make_plan(fsdp_mixed_precision_policy={"output_dtype": asked})
+    rows = observe_settings(make_run(plan, first_step=FirstStep(output_dtype=torch.bfloat16)))
+    assert [row["status"] for row in rows if row["setting"] == "precision.output"] == [status]
 
 
 @pytest.mark.parametrize(

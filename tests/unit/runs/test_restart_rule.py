@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from hf_fsdp_plugin.hangs.calls import Counts, RankCalls
-from hf_fsdp_plugin.runs.attempts import Restarts, assess_attempt
+from hf_fsdp_plugin.runs.attempts import Restarts, assess_attempt, refuse_restart
 from hf_fsdp_plugin.runs.failures import AttemptResult, RankExit
-from hf_fsdp_plugin.runs.restart_policy import refuse_restart
 
 RUN = Restarts(run_id="a", max_restarts=2)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_fsdp_plugin.sources.command_line import LAUNCHER_FLAGS, RENAMED, SWITCHES, flags_before_script
+from hf_fsdp_plugin.sources.command_line import LAUNCHER_FLAGS, SWITCHES, flags_before_script
 
 LAUNCH = [
     "--config_file", "c.yaml", "--num_processes=4", "--use_fsdp", "--fsdp_sharding_strategy", "2",
@@ -153,9 +153,3 @@ def test_flag_without_its_value_is_an_error(codes, flag):
 @pytest.mark.parametrize(("flags", "kind"), [(["--fsdp"], "FSDP"), (["--fsdp="], "NO"), (["--fsdp", ""], "NO")])
 def test_empty_fsdp_flag_is_off(assess, flags, kind):
     assert assess(command_line=flags).spec.launch.distributed_type == kind
-
-
-@pytest.mark.parametrize("name", sorted(RENAMED))
-def test_flag_of_an_old_accelerate_names_the_present_one(problems, name):
-    (problem,) = problems(command_line=["--use_fsdp", f"--{name}", "1"])
-    assert (problem.code, problem.fix) == ("FSDP-E020", f"Did you mean --fsdp_{name}?")

@@ -2,13 +2,12 @@
 
 import pytest
 
-WRITTEN_BY_TRANSFORMERS_4 = {"min_num_params": 0, "xla": False, "xla_fsdp_v2": False, "xla_fsdp_grad_ckpt": False}
 YAML = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 1, "fsdp_min_num_params": 2000}}
 OFF = ["", [], None, False, "false", "  "]
 
 
 @pytest.mark.parametrize("fsdp", OFF, ids=repr)
-@pytest.mark.parametrize("fsdp_config", [None, {}, "", WRITTEN_BY_TRANSFORMERS_4], ids=["none", "empty", "text", "v4"])
+@pytest.mark.parametrize("fsdp_config", [None, {}, ""], ids=["none", "empty", "text"])
 def test_empty_fsdp_does_not_enable_fsdp(assess, fsdp, fsdp_config):
     assessment = assess(fsdp=fsdp, fsdp_config=fsdp_config)
     assert assessment.ok and not assessment.spec.enabled
@@ -29,7 +28,6 @@ def test_fsdp_config_applies_if_the_launcher_enables_fsdp(assess, codes, fsdp):
     assert spec.enabled and spec.offload.params and spec.fsdp.version == 1
     assert codes(YAML, fsdp=fsdp, fsdp_config={"misspelt": 1}) == ["FSDP-E020"]
     # The values that Transformers 4 writes do not override the launcher's.
-    assert assess(YAML, fsdp=fsdp, fsdp_config=WRITTEN_BY_TRANSFORMERS_4).spec.wrap.min_num_params == 2000
 
 
 @pytest.mark.parametrize(
@@ -106,3 +104,10 @@ def test_fsdp_config_overrides_options_of_fsdp(assess_converted, options, reshar
 def test_options_of_fsdp_conflict_with_reshard_in_version_1(problems):
     (problem,) = problems(fsdp="full_shard", fsdp_config={"version": 1, "reshard_after_forward": False})
     assert problem.code == "FSDP-E102" and problem.fix == "Keep one of them: full_shard, or shard_grad_op."
+
+
+@pytest.mark.parametrize("given", [{}, {"fp8_config": {"backend": "AO"}}, {"bf16": True}])
+def test_precision_alone_does_not_enable_fsdp(assess, given):
+    assessment = assess({"mixed_precision": "bf16", **given})
+    assert assessment.ok and not assessment.spec.enabled
+    assert assess({"mixed_precision": "bf16", **given, "fsdp_config": {"fsdp_version": 2}}).spec.enabled
