@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Literal
 
 from torch.distributed.tensor import DTensor
@@ -15,8 +16,10 @@ from torch.optim import Optimizer
 
 from hf_fsdp_plugin.backends.optimizers.divided_steps import DividedSteps, divided_parameters, ranks_of
 from hf_fsdp_plugin.backends.optimizers.matrix_rules import MatrixRule, matrix_rule
+from hf_fsdp_plugin.backends.optimizers.offloaded_steps import offload_state
 from hf_fsdp_plugin.backends.optimizers.parameters import StepMode, parameters_in, set_step_mode
 from hf_fsdp_plugin.backends.ranks.agreement import same_on_all_ranks
+from hf_fsdp_plugin.devices import get_device
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.strategies import STRATEGIES
@@ -107,6 +110,8 @@ _SHARPNESS_AWARE: Final = KnownOptimizer(
 Under FSDP1 each rank has the norm of its shards. Under FSDP2 the common implementation restores the weights with
 ``parameter.data = old``, which a ``DTensor`` ignores.
 """
+_STEPS_ALONE: Final = ("torch.optim.", "transformers.optimization.Adafactor", "lion_pytorch")
+"""Beginnings of the names of optimizers whose updates read one parameter each, and whose state is read in steps only."""
 _OWN_RULE: Final = KnownOptimizer("MatrixRule", "tensors", "divided", because="updates whole matrices")
 """An optimizer with the methods of :class:`~hf_fsdp_plugin.backends.optimizers.matrix_rules.MatrixRule`."""
 
@@ -157,12 +162,22 @@ def apply_step_mode(optimizer: Optimizer, plan: FsdpPlan) -> Problem | None:
     code = "" if problem is None else problem.code
     same_on_all_ranks(f"how {type(optimizer).__name__} runs", f"{mode} {code}")
     if problem is None or problem.severity != "error":
-        set_step_mode(optimizer, mode, divided=lambda: DividedSteps(matrix_rule(optimizer)))
+        offloaded = None
+        if plan.offload_optimizer:
+            offloaded = partial(offload_state, optimizer, device=get_device(plan.device_type), pinned=plan.pin_memory)
+        set_step_mode(optimizer, mode, lambda: DividedSteps(matrix_rule(optimizer)), offloaded)
     return problem
 
 
 def decide_step_mode(optimizer: Optimizer, plan: FsdpPlan) -> tuple[StepMode, Problem | None]:
     """Return how the optimizer's steps run, and the reason why they cannot, or a warning."""
+    mode, problem = _decide(optimizer, plan)
+    if plan.spec.offload.optimizer and not plan.offload_params and (problem is None or problem.severity != "error"):
+        problem = _check_offload(optimizer, mode, plan) or problem
+    return mode, problem
+
+
+def _decide(optimizer: Optimizer, plan: FsdpPlan) -> tuple[StepMode, Problem | None]:
     known, name = known_optimizer(optimizer), _name(optimizer)
     if known is not None and known.needs in ("pairs", "backward", "closure"):
         message = f"{name} cannot run with FSDP: it {known.because}."
@@ -173,6 +188,24 @@ def decide_step_mode(optimizer: Optimizer, plan: FsdpPlan) -> tuple[StepMode, Pr
     if plan.use_orig and (plan.mesh.shard == 1 or not STRATEGIES[plan.strategy].is_sharded):
         return "unchanged", None
     return "unchanged", _check_flat_shards(optimizer, name, known, plan)
+
+
+def _check_offload(optimizer: Optimizer, mode: StepMode, plan: FsdpPlan) -> Problem | None:
+    """Return the reason why the optimizer's parameters cannot be updated window by window."""
+    known = known_optimizer(optimizer)
+    if known is None:
+        reason = "it is not known whether the update of a parameter reads others"
+    elif mode == "divided":
+        reason = "the ranks divide the matrices of all parameters, and would have too few in one window"
+    elif has_per_shard_state(optimizer):
+        reason = "its state is codes and scales of blocks, or several tensors in one"
+    elif not known.name.startswith(_STEPS_ALONE):
+        reason = "its updates read other parameters, or its state is read outside of steps"
+    else:
+        return None
+    message = f"the state of {_name(optimizer)} cannot be kept in CPU memory for fsdp_offload_optimizer: {reason}."
+    fix = "Remove the key, or use Adafactor, or an optimizer of torch that updates each element alone (AdamW, SGD)."
+    return plan.spec.problem("FSDP-E331", "offload.optimizer", message, fix)
 
 
 def _name(optimizer: Optimizer) -> str:
