@@ -218,7 +218,7 @@ def _check_units(spec: FsdpSpec) -> Iterator[Problem]:
         fix += 'activation_checkpointing_kwargs={"offload": True} (Transformers 5.24) instead of the offload.'
         yield spec.problem("FSDP-E141", "activation.offload", message, fix)
     if spec.offload.optimizer and spec.offload.params:
-        message = "offload_optimizer has no effect with offload_params, which keeps and updates everything in CPU memory."
+        message = "offload_optimizer has no effect with offload_params, which updates everything in CPU memory."
         fix = "Remove fsdp_offload_params to update on the device, or fsdp_offload_optimizer."
         yield spec.problem("FSDP-W171", "offload.optimizer", message, fix)
     yield from check_size_threshold(spec)

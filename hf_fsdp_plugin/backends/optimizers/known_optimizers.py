@@ -22,6 +22,7 @@ from hf_fsdp_plugin.backends.ranks.agreement import same_on_all_ranks
 from hf_fsdp_plugin.devices import get_device
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.torch_private.functions import can_divide_muon
 
@@ -111,7 +112,7 @@ Under FSDP1 each rank has the norm of its shards. Under FSDP2 the common impleme
 ``parameter.data = old``, which a ``DTensor`` ignores.
 """
 _STEPS_ALONE: Final = ("torch.optim.", "transformers.optimization.Adafactor", "lion_pytorch")
-"""Beginnings of the names of optimizers whose updates read one parameter each, and whose state is read in steps only."""
+"""Beginnings of the names of optimizers whose updates read one parameter each, and whose state only steps read."""
 _OWN_RULE: Final = KnownOptimizer("MatrixRule", "tensors", "divided", because="updates whole matrices")
 """An optimizer with the methods of :class:`~hf_fsdp_plugin.backends.optimizers.matrix_rules.MatrixRule`."""
 
@@ -159,6 +160,8 @@ def apply_step_mode(optimizer: Optimizer, plan: FsdpPlan) -> Problem | None:
         The reason why it cannot run, or a warning.
     """
     mode, problem = decide_step_mode(optimizer, plan)
+    if plan.spec.offload.optimizer and not plan.offload_params and (problem is None or problem.severity != "error"):
+        problem = check_offload(optimizer, mode, plan.spec) or problem
     code = "" if problem is None else problem.code
     same_on_all_ranks(f"how {type(optimizer).__name__} runs", f"{mode} {code}")
     if problem is None or problem.severity != "error":
@@ -171,13 +174,6 @@ def apply_step_mode(optimizer: Optimizer, plan: FsdpPlan) -> Problem | None:
 
 def decide_step_mode(optimizer: Optimizer, plan: FsdpPlan) -> tuple[StepMode, Problem | None]:
     """Return how the optimizer's steps run, and the reason why they cannot, or a warning."""
-    mode, problem = _decide(optimizer, plan)
-    if plan.spec.offload.optimizer and not plan.offload_params and (problem is None or problem.severity != "error"):
-        problem = _check_offload(optimizer, mode, plan) or problem
-    return mode, problem
-
-
-def _decide(optimizer: Optimizer, plan: FsdpPlan) -> tuple[StepMode, Problem | None]:
     known, name = known_optimizer(optimizer), _name(optimizer)
     if known is not None and known.needs in ("pairs", "backward", "closure"):
         message = f"{name} cannot run with FSDP: it {known.because}."
@@ -190,22 +186,20 @@ def _decide(optimizer: Optimizer, plan: FsdpPlan) -> tuple[StepMode, Problem | N
     return "unchanged", _check_flat_shards(optimizer, name, known, plan)
 
 
-def _check_offload(optimizer: Optimizer, mode: StepMode, plan: FsdpPlan) -> Problem | None:
+def check_offload(optimizer: Optimizer, mode: StepMode, spec: FsdpSpec) -> Problem | None:
     """Return the reason why the optimizer's parameters cannot be updated window by window."""
     known = known_optimizer(optimizer)
-    if known is None:
-        reason = "it is not known whether the update of a parameter reads others"
-    elif mode == "divided":
-        reason = "the ranks divide the matrices of all parameters, and would have too few in one window"
-    elif has_per_shard_state(optimizer):
-        reason = "its state is codes and scales of blocks, or several tensors in one"
-    elif not known.name.startswith(_STEPS_ALONE):
-        reason = "its updates read other parameters, or its state is read outside of steps"
+    if mode == "divided":
+        reason = "the ranks divide the matrices of all parameters, and a window would have too few for them"
+    elif known is not None and has_per_shard_state(optimizer):
+        reason = "it consists of codes and scales of blocks, or of several averages in one tensor"
+    elif known is None or not known.name.startswith(_STEPS_ALONE):
+        reason = "it is not known to update each parameter alone, with state that only steps read"
     else:
         return None
-    message = f"the state of {_name(optimizer)} cannot be kept in CPU memory for fsdp_offload_optimizer: {reason}."
-    fix = "Remove the key, or use Adafactor, or an optimizer of torch that updates each element alone (AdamW, SGD)."
-    return plan.spec.problem("FSDP-E331", "offload.optimizer", message, fix)
+    message = f"the state of {_name(optimizer)} cannot be kept in CPU memory by fsdp_offload_optimizer: {reason}."
+    fix = "Remove the key, or use AdamW, SGD or another optimizer of torch.optim except Muon, or Adafactor."
+    return spec.problem("FSDP-E331", "offload.optimizer", message, fix)
 
 
 def _name(optimizer: Optimizer) -> str:
