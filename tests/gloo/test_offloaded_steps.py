@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -108,50 +109,47 @@ def test_cpu_ranks_have_state_in_host_memory(two_ranks: Ranks) -> None:
         assert (row["observed"], row["status"]) == (True, "applied") and "CPU ranks" in row["reason"]
 
 
-def memory_of_steps(version: int, hidden: int = 128) -> dict[str, Any]:
-    """Bytes on the device with and without offload, between steps and the most in a step; their predictions; waits."""
+def memory_of_steps(version: int, *, offload: bool, hidden: int = 128) -> dict[str, Any]:
+    """Bytes on the device between steps and the most that a step adds, their predictions, and the waits of a step."""
     import torch_npu
 
-    found: dict[str, Any] = {}
-    workload = Workload(micro_batch=1, seq_len=8, update_loop="for_loop")
+    config = config_of(version, offload=offload, **({"fsdp_use_orig_params": False} if version == 1 else {}))
+    accelerator = fresh_accelerator(config)
+    memory = torch.get_device_module(accelerator.device.type)
+    gc.collect()
+    before = memory.memory_allocated()
+    model: Any = tiny_llama(layers=3, hidden_size=hidden, intermediate_size=3 * hidden)
+    plan = hfp.resolve(hfp.load_spec(config), model, world_size=dist.get_world_size(), device_type="npu")
+    shards = [shard for unit in unit_bytes(plan, model) for shard in unit.shards]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    model, optimizer = accelerator.prepare(model, optimizer)
     with small_windows(hidden * hidden * 4):
-        for offload in (True, False):
-            config = config_of(version, offload=offload)
-            accelerator = fresh_accelerator(config)
-            model: Any = tiny_llama(layers=3, hidden_size=hidden, intermediate_size=3 * hidden)
-            size = dist.get_world_size()
-            plan = hfp.resolve(hfp.load_spec(config), model, world_size=size, device_type="npu")
-            shards = [shard for unit in unit_bytes(plan, model) for shard in unit.shards]
-            windows = step_windows(plan, shards)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-            model, optimizer = accelerator.prepare(model, optimizer)
-            memory = torch.get_device_module(accelerator.device.type)
-            before = memory.memory_allocated()
-            for _ in range(3):
-                accelerator.backward(loss_of(model, "llama", 0))
-                at_step = memory.memory_allocated()
-                memory.reset_peak_memory_stats()
-                with torch_npu.HostWaits() as waits:
-                    optimizer.step()
-                peak = memory.max_memory_allocated()
-                optimizer.zero_grad()
-            found["offload" if offload else "plain"] = {
-                "kept": memory.memory_allocated() - before, "step": peak - at_step, "waits": waits.counts(),
-                "state": state_bytes("adamw", shards), "predicted": max(step_bytes(workload, plan, windows)),
-                "num_windows": len(windows),
-            }  # fmt: skip
-    return found
+        for _ in range(3):
+            accelerator.backward(loss_of(model, "llama", 0))
+            at_step = memory.memory_allocated()
+            memory.reset_peak_memory_stats()
+            with torch_npu.HostWaits() as waits:
+                optimizer.step()
+            peak = memory.max_memory_allocated()
+            optimizer.zero_grad()
+        windows = step_windows(plan, shards)
+        predicted = max(step_bytes(Workload(micro_batch=1, seq_len=8, update_loop="for_loop"), plan, windows))
+    return {
+        "kept": memory.memory_allocated() - before, "step": peak - at_step, "predicted": predicted,
+        "state": state_bytes("adamw", shards), "num_windows": len(windows), "waits": waits.counts(),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("version", [2, slow(1)])
 def test_device_has_state_of_two_windows_in_a_step(two_accelerator_ranks: Ranks, version: int) -> None:
-    for found in two_accelerator_ranks.run(memory_of_steps, version):
-        offload, plain = found["offload"], found["plain"]
-        assert offload["num_windows"] > 5
-        assert offload["kept"] <= 0.01 * plain["kept"] and plain["kept"] == pytest.approx(plain["state"], rel=0.02)
-        assert offload["step"] == pytest.approx(offload["predicted"], rel=0.05)
-        assert offload["step"] < plain["step"] + 0.5 * plain["state"]
-        assert offload["waits"] == {}
+    offloaded, plain = (
+        max(two_accelerator_ranks.run(memory_of_steps, version, offload=offload), key=lambda found: found["step"])
+        for offload in (True, False)
+    )
+    assert offloaded["num_windows"] > 3 and offloaded["waits"] == {}
+    assert plain["kept"] - offloaded["kept"] == pytest.approx(plain["state"], rel=0.02)
+    assert offloaded["step"] == pytest.approx(offloaded["predicted"], rel=0.02)
+    assert offloaded["step"] < plain["step"] + 0.8 * plain["state"]
 
 
 def save_and_resume(version: int, folder: str, *, save: bool, offload: bool, asynchronous: bool = False) -> Any:

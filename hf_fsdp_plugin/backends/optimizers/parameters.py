@@ -344,6 +344,7 @@ class _PlainSteps:
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._restore(optimizer)
+        self._groups = []  # the groups of the next call may be others
 
     def _step_plain_parameters(self, optimizer: Optimizer) -> None:
         """Update the parameters that FSDP2 does not shard, such as scalars, as usual."""

@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_fsdp_plugin.backends.optimizers import offloaded_steps
 from hf_fsdp_plugin.backends.optimizers.offloaded_steps import load_on_host, offload_state, windows_of
-from hf_fsdp_plugin.backends.optimizers.parameters import set_step_mode
+from hf_fsdp_plugin.backends.optimizers.parameters import StepMode, set_step_mode
 from hf_fsdp_plugin.devices import DEVICES
 
 SHAPES = ((4, 8), (3,), (16, 4), (1,), (2, 2, 2), (5, 7))
@@ -32,7 +32,7 @@ def _small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offloaded_steps, "WINDOW", 160)
 
 
-def new(name: str = "adamw", *, offload: bool) -> torch.optim.Optimizer:
+def new(name: str = "adamw", *, offload: bool, mode: StepMode = "unchanged") -> torch.optim.Optimizer:
     """An optimizer of two groups whose parameters are the same each time; the last one has no gradient at first."""
     kind, options = OPTIMIZERS[name]
     generator = torch.Generator().manual_seed(0)
@@ -41,7 +41,7 @@ def new(name: str = "adamw", *, offload: bool) -> torch.optim.Optimizer:
     optimizer = kind(groups, **{"lr": 1e-3, **options})  # type: ignore[call-arg]
     if offload:
         set_step_mode(
-            optimizer, "unchanged", lambda: pytest.fail("not divided"),
+            optimizer, mode, lambda: pytest.fail("not divided"),
             lambda inner: offload_state(optimizer, inner, DEVICES["cpu"], pinned=False),
         )  # fmt: skip
     return optimizer
@@ -69,9 +69,9 @@ def assert_equal(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> No
         assert all(torch.equal(torch.as_tensor(own_state[index][key]), torch.as_tensor(v)) for key, v in entry.items())
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_windows_compute_the_same_as_one_step(name: str) -> None:
-    offloaded, plain = new(name, offload=True), new(name, offload=False)
+@pytest.mark.parametrize("name, mode", [*((name, "unchanged") for name in OPTIMIZERS), ("sgd", "local")])
+def test_windows_compute_the_same_as_one_step(name: str, mode: StepMode) -> None:
+    offloaded, plain = new(name, offload=True, mode=mode), new(name, offload=False)
     for number in range(4):
         for optimizer in (offloaded, plain):
             step(optimizer, number)
