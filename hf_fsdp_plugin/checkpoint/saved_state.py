@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor, Replicate
 
 from hf_fsdp_plugin.backends.optimizers.known_optimizers import has_per_shard_state
+from hf_fsdp_plugin.backends.optimizers.offloaded_steps import wait_for_state
 from hf_fsdp_plugin.backends.optimizers.parameters import JointModels, step_mode
 from hf_fsdp_plugin.backends.sharding.buffers import persistent_buffers
 from hf_fsdp_plugin.backends.sharding.script_access import check_not_whole, free_gathered
@@ -285,6 +286,7 @@ def optimizer_shards(
         CheckpointError: the state contains a tensor with an unknown layout, or an object.
     """
     by_id = (parameters or parameter_shards(model)).by_id
+    wait_for_state(optimizer)
     per_shard = has_per_shard_state(optimizer)
     state: dict[str, dict[str, Any]] = {}
     groups = []

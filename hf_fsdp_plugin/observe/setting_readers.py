@@ -214,6 +214,7 @@ READERS: Final[Mapping[str, ValueReader]] = {
     "wrap.min_num_params": settings_of_units.read_min_num_params,
     "wrap.ignored_modules": settings_of_units.read_ignored_modules,
     "mesh.context_exchange": settings_of_units.read_context_exchange,
+    "offload.optimizer": settings_of_units.read_offload_optimizer,
     "offload.pin_memory": settings_of_units.read_pin_memory,
     "precision.fp32_modules": settings_of_units.read_fp32_modules,
     "precision.output": settings_of_units.read_output_dtype,

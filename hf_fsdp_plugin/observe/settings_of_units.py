@@ -8,9 +8,11 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import nn
 
 from hf_fsdp_plugin.axes import MODEL_AXES
+from hf_fsdp_plugin.backends.sharding.shard import sharded_optimizers
 from hf_fsdp_plugin.observe.observed_run import ObservedRun, ObservedValue, common_value, differing, unobserved
 from hf_fsdp_plugin.observe.units import UnitObservation, dtype_name, fp8_library
 from hf_fsdp_plugin.plan.names import canonical_name
@@ -18,6 +20,7 @@ from hf_fsdp_plugin.state import find_part
 from hf_fsdp_plugin.strategies import STRATEGIES, strategy_of
 from hf_fsdp_plugin.text import format_dtype, format_names, plural
 from hf_fsdp_plugin.torch_private.context_parallel import ContextMesh, context_exchange
+from hf_fsdp_plugin.torch_private.modules import local_tensor
 
 
 def read_strategy(run: ObservedRun) -> ObservedValue:
@@ -150,6 +153,19 @@ def read_offload(run: ObservedRun) -> ObservedValue:
     if run.plan.offload_params and run.device_type == "cpu" and devices == {"cpu"}:
         return ObservedValue(True, "CPU ranks keep their shards in host memory", matches=True)
     return ObservedValue(offloaded)
+
+
+def read_offload_optimizer(run: ObservedRun) -> ObservedValue:
+    """Read where the state tensors of the model's optimizers are."""
+    own = set(map(id, run.model.parameters()))
+    states = [pair for optimizer in sharded_optimizers() for pair in optimizer.state.items() if id(pair[0]) in own]
+    tensors = [value for _, state in states for value in state.values() if isinstance(value, torch.Tensor)]
+    devices = {local_tensor(value).device.type for value in tensors if value.dim()}
+    if not devices:
+        return unobserved("no optimizer has state")
+    if run.device_type == "cpu":
+        return ObservedValue(True, "CPU ranks keep their state in host memory", matches=True)
+    return ObservedValue(devices == {"cpu"})
 
 
 def read_pin_memory(run: ObservedRun) -> ObservedValue:

@@ -31,7 +31,8 @@ _NOT_IN_JSON: Final = frozenset({"ignored_parameters", "fp32_parameters", "devic
 
 _ATTRIBUTES: Final[Mapping[str, str]] = {
     "fsdp.version": "version", "sharding.strategy": "strategy", "offload.params": "offload_params",
-    "offload.pin_memory": "pin_memory", "checkpoint.state_dict": "state_dict", "loading.ram_efficient": "ram_efficient",
+    "offload.optimizer": "offload_optimizer", "offload.pin_memory": "pin_memory",
+    "checkpoint.state_dict": "state_dict", "loading.ram_efficient": "ram_efficient",
     "loading.sync_module_states": "sync_module_states", "params.use_orig": "use_orig",
     "fp8.backend": "fp8_backend", "launch.num_processes": "world_size",
 }  # fmt: skip
@@ -231,6 +232,7 @@ class FsdpPlan(ModelParts):
     fp32_modules: tuple[str, ...] = ()
     fp32_parameters: tuple[str, ...] = ()
     offload_params: bool
+    offload_optimizer: bool = False
     pin_memory: bool
     precision: PrecisionPlan
     prefetch: PrefetchSection

@@ -82,6 +82,7 @@ def resolve(
         fp32_modules=fp32_modules,
         fp32_parameters=fp32_parameters,
         offload_params=spec.offload.params,
+        offload_optimizer=spec.offload.optimizer and not spec.offload.params and device_type != "cpu",
         pin_memory=spec.offload.pin_memory and device_type != "cpu",
         precision=precision,
         prefetch=replace(spec.prefetch, limit_all_gathers=spec.prefetch.limit_all_gathers or version == 2),

@@ -83,6 +83,7 @@ class WrapSection:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OffloadSection:
     params: bool = False
+    optimizer: bool = False
     pin_memory: bool = True
 
 

@@ -212,6 +212,10 @@ def _check_units(spec: FsdpSpec) -> Iterator[Problem]:
         fix = "Set fsdp_activation_checkpointing: true instead of gradient_checkpointing, or pass "
         fix += 'activation_checkpointing_kwargs={"offload": True} (Transformers 5.24) instead of the offload.'
         yield spec.problem("FSDP-E141", "activation.offload", message, fix)
+    if spec.offload.optimizer and spec.offload.params:
+        message = "offload_optimizer has no effect with offload_params, which updates everything in CPU memory."
+        fix = "Remove fsdp_offload_params to update on the device, or fsdp_offload_optimizer."
+        yield spec.problem("FSDP-W171", "offload.optimizer", message, fix)
     if wrap.policy == "size" and wrap.min_num_params <= 0:
         message = f"the size policy requires min_num_params above 0; it is {wrap.min_num_params}."
         fix = "Set fsdp_min_num_params, for example to 1e8, or wrap by layer class: TRANSFORMER_BASED_WRAP."

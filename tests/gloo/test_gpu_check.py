@@ -34,7 +34,7 @@ ON_DEVICE = (
     "training", "scaler", "fused_resume", "parity", "memory_error", "extra_forward", "generation", "sync_free_steps",
     "host_time", "load_speed", "save_stall", "pinning", "compiled", "nccl", "lora", "qlora",
     "collectives", "contexts", "pinned_saves", "state_dict", "clipping",
-    "activation_offload", "loading", "ignored_modules", "reports", "process_groups", "hangs",
+    "activation_offload", "optimizer_offload", "loading", "ignored_modules", "reports", "process_groups", "hangs",
 )  # fmt: skip
 """Checks whose case in the quick tests runs on the simulated device, which shows more."""
 

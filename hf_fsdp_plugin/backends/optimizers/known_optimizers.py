@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Literal
 
 from torch.distributed.tensor import DTensor
@@ -15,10 +16,13 @@ from torch.optim import Optimizer
 
 from hf_fsdp_plugin.backends.optimizers.divided_steps import DividedSteps, divided_parameters, ranks_of
 from hf_fsdp_plugin.backends.optimizers.matrix_rules import MatrixRule, matrix_rule
+from hf_fsdp_plugin.backends.optimizers.offloaded_steps import offload_state
 from hf_fsdp_plugin.backends.optimizers.parameters import StepMode, parameters_in, set_step_mode
 from hf_fsdp_plugin.backends.ranks.agreement import same_on_all_ranks
+from hf_fsdp_plugin.devices import get_device
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.torch_private.functions import can_divide_muon
 
@@ -107,6 +111,8 @@ _SHARPNESS_AWARE: Final = KnownOptimizer(
 Under FSDP1 each rank has the norm of its shards. Under FSDP2 the common implementation restores the weights with
 ``parameter.data = old``, which a ``DTensor`` ignores.
 """
+_STEPS_ALONE: Final = ("torch.optim.", "transformers.optimization.Adafactor", "lion_pytorch")
+"""Beginnings of the names of optimizers whose updates read one parameter each, and whose state only steps read."""
 _OWN_RULE: Final = KnownOptimizer("MatrixRule", "tensors", "divided", because="updates whole matrices")
 """An optimizer with the methods of :class:`~hf_fsdp_plugin.backends.optimizers.matrix_rules.MatrixRule`."""
 
@@ -154,10 +160,15 @@ def apply_step_mode(optimizer: Optimizer, plan: FsdpPlan) -> Problem | None:
         The reason why it cannot run, or a warning.
     """
     mode, problem = decide_step_mode(optimizer, plan)
+    if plan.spec.offload.optimizer and not plan.offload_params and (problem is None or problem.severity != "error"):
+        problem = check_offload(optimizer, mode, plan.spec) or problem
     code = "" if problem is None else problem.code
     same_on_all_ranks(f"how {type(optimizer).__name__} runs", f"{mode} {code}")
     if problem is None or problem.severity != "error":
-        set_step_mode(optimizer, mode, divided=lambda: DividedSteps(matrix_rule(optimizer)))
+        offloaded = None
+        if plan.offload_optimizer:
+            offloaded = partial(offload_state, optimizer, device=get_device(plan.device_type), pinned=plan.pin_memory)
+        set_step_mode(optimizer, mode, lambda: DividedSteps(matrix_rule(optimizer)), offloaded)
     return problem
 
 
@@ -173,6 +184,22 @@ def decide_step_mode(optimizer: Optimizer, plan: FsdpPlan) -> tuple[StepMode, Pr
     if plan.use_orig and (plan.mesh.shard == 1 or not STRATEGIES[plan.strategy].is_sharded):
         return "unchanged", None
     return "unchanged", _check_flat_shards(optimizer, name, known, plan)
+
+
+def check_offload(optimizer: Optimizer, mode: StepMode, spec: FsdpSpec) -> Problem | None:
+    """Return the reason why the optimizer's parameters cannot be updated window by window."""
+    known = known_optimizer(optimizer)
+    if mode == "divided":
+        reason = "the ranks divide the matrices of all parameters, and a window would have too few for them"
+    elif known is not None and has_per_shard_state(optimizer):
+        reason = "it consists of codes and scales of blocks, or of several averages in one tensor"
+    elif known is None or not known.name.startswith(_STEPS_ALONE):
+        reason = "it is not known to update each parameter alone, with state that only steps read"
+    else:
+        return None
+    message = f"the state of {_name(optimizer)} cannot be kept in CPU memory by fsdp_offload_optimizer: {reason}."
+    fix = "Remove the key, or use AdamW, SGD or another optimizer of torch.optim except Muon, or Adafactor."
+    return spec.problem("FSDP-E331", "offload.optimizer", message, fix)
 
 
 def _name(optimizer: Optimizer) -> str:

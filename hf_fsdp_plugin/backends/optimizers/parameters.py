@@ -48,10 +48,12 @@ class _Adaptation:
     Attributes:
         is_attached: whether it was created with parameters of the original shapes.
         step_mode: how its steps run.
+        is_offloaded: whether its state is kept in host memory.
     """
 
     is_attached: bool = False
     step_mode: StepMode = "unchanged"
+    is_offloaded: bool = False
 
 
 def _adaptation(optimizer: Optimizer) -> _Adaptation:
@@ -229,16 +231,28 @@ class StepHooks(Protocol):
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None: ...
 
 
-def set_step_mode(optimizer: Optimizer, mode: StepMode, divided: Callable[[], StepHooks]) -> None:
+def set_step_mode(
+    optimizer: Optimizer,
+    mode: StepMode,
+    divided: Callable[[], StepHooks],
+    offloaded: Callable[[StepHooks | None], StepHooks] | None = None,
+) -> None:
     """Set how the optimizer's steps run, once.
 
     Args:
         divided: returns the hooks of the mode ``divided``.
+        offloaded: returns the hooks of steps whose state is in host memory, around those of the mode.
     """
-    if mode == "unchanged" or step_mode(optimizer) == mode:
+    adaptation = _adaptation(optimizer)
+    if (mode == "unchanged" or adaptation.step_mode == mode) and (offloaded is None or adaptation.is_offloaded):
         return
-    _adaptation(optimizer).step_mode = mode
-    steps = divided() if mode == "divided" else _PlainSteps(whole=mode == "whole")
+    adaptation.step_mode, adaptation.is_offloaded = mode, offloaded is not None
+    steps: StepHooks | None = None
+    if mode != "unchanged":
+        steps = divided() if mode == "divided" else _PlainSteps(whole=mode == "whole")
+    if offloaded is not None:
+        steps = offloaded(steps)
+    assert steps is not None
     optimizer.register_step_pre_hook(steps.before)
     optimizer.register_step_post_hook(steps.after)
 
@@ -325,18 +339,19 @@ class _PlainSteps:
                 group["params"] = []
             own_group["params"] = [self._swap(optimizer, parameter)]
             if number < len(places) - 1:
-                _step_without_hooks(optimizer)
+                step_without_hooks(optimizer)
         return changed
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._restore(optimizer)
+        self._groups = []  # the groups of the next call may be others
 
     def _step_plain_parameters(self, optimizer: Optimizer) -> None:
         """Update the parameters that FSDP2 does not shard, such as scalars, as usual."""
         for group, parameters in zip(optimizer.param_groups, self._groups, strict=True):
             group["params"] = [p for p in parameters if not isinstance(p, DTensor)]
         if any(parameter.grad is not None for parameter in parameters_in(optimizer)):
-            _step_without_hooks(optimizer)
+            step_without_hooks(optimizer)
 
     def _swap(self, optimizer: Optimizer, parameter: DTensor) -> nn.Parameter:
         """Return the plain tensor that the optimizer has in place of a parameter during a step. Moves its state."""
@@ -365,7 +380,8 @@ class _PlainSteps:
             group["params"] = list(parameters)
 
 
-def _step_without_hooks(optimizer: Optimizer) -> None:
+def step_without_hooks(optimizer: Optimizer) -> None:
+    """Update the parameters that the groups have now."""
     step: Any = type(optimizer).step
     while getattr(step, "hooked", False):  # set by torch on the function that calls the hooks
         step = step.__wrapped__

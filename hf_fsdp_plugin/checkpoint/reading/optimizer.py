@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hf_fsdp_plugin.backends.optimizers.offloaded_steps import load_on_host, wait_for_state
 from hf_fsdp_plugin.backends.optimizers.parameters import step_mode
 from hf_fsdp_plugin.backends.torch_types import dtensor_like, move_scalars
 from hf_fsdp_plugin.checkpoint.errors import problem, raise_if_any, refuse
@@ -123,6 +124,7 @@ class _StateLoader:
         self, optimizer: torch.optim.Optimizer, shards: ModelShards, stored: StoredOptimizer, checkpoint: Path
     ) -> None:
         self._optimizer, self._root, self._checkpoint = optimizer, stored.root, checkpoint
+        self._is_offloaded = wait_for_state(optimizer)
         self._transfers: list[resharding.Transfer] = []
         self._parameters = [
             [(parameter, shards.by_id.get(id(parameter), ())) for parameter in group["params"]]
@@ -152,7 +154,11 @@ class _StateLoader:
         ]
         resharding.execute_transfers(files, self._transfers)
         _move_scalars(self._optimizer, state)
-        self._optimizer.load_state_dict({"state": state, "param_groups": param_groups})
+        state_dict = {"state": state, "param_groups": param_groups}
+        if self._is_offloaded:
+            load_on_host(self._optimizer, state_dict)
+        else:
+            self._optimizer.load_state_dict(state_dict)
 
     def _names_by_number(self, stored: StoredOptimizer) -> dict[str, str]:
         """Return number -> name, if the state dict has numbers: torch's optimizers and DDP number the parameters."""
@@ -272,7 +278,9 @@ class _StateLoader:
             return next(tensor for _, tensor in tensors if tensor.item() == found)
         if kind != "like_parameter":  # a scalar, or state of whole parameters
             return self._whole(value)
-        local, state = _like_shard(parameter, getattr(torch, value.dtype), held, padded=first.start is not None)
+        local, state = _like_shard(
+            parameter, getattr(torch, value.dtype), held, padded=first.start is not None, on_host=self._is_offloaded
+        )
         for shard, stored in saved:
             self._transfers += resharding.plan_transfers(stored, shard.like(shard.name, local).pieces)
         return state
@@ -332,21 +340,23 @@ def _sizes(groups: list[frozenset[str]]) -> str:
 
 
 def _like_shard(
-    parameter: torch.Tensor, dtype: torch.dtype, held: Any = None, *, padded: bool = False
+    parameter: torch.Tensor, dtype: torch.dtype, held: Any = None, *, padded: bool = False, on_host: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a state tensor laid out like this rank's shard, after its local part.
 
     Args:
         held: the current value of the state. Its memory is used if it is laid out in the same way.
         padded: zero the tensor.
+        on_host: whether the state is in host memory while the shard is on an accelerator.
     """
     shard = local_tensor(parameter).detach()
+    device = torch.device("cpu") if on_host else shard.device
     if isinstance(held, torch.Tensor) and isinstance(held, DTensor) == isinstance(parameter, DTensor):
         local = local_tensor(held).detach()
-        layout, wanted = (local.shape, local.stride(), local.device), (shard.shape, shard.stride(), shard.device)
+        layout, wanted = (local.shape, local.stride(), local.device), (shard.shape, shard.stride(), device)
         if type(local) is torch.Tensor and layout == wanted and local.dtype == dtype:
             return (local.zero_() if padded else local), held
-    local = (torch.zeros_like if padded else torch.empty_like)(shard, dtype=dtype)
+    local = (torch.zeros_like if padded else torch.empty_like)(shard, dtype=dtype, device=device)
     return local, dtensor_like(local, parameter) if isinstance(parameter, DTensor) else local
 
 

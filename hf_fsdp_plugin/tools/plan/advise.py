@@ -154,8 +154,9 @@ def config_text(row: AdviceRow, spec: FsdpSpec) -> str:
         settings["wrap.min_num_params"] = wrap.min_num_params
     elif policy == "transformer":
         settings["wrap.classes"] = wrap.classes
-    if not settings["activation.offload"]:
-        del settings["activation.offload"]  # the default
+    for name in ("activation.offload", "offload.optimizer"):
+        if not settings[name]:
+            del settings[name]  # the default
     return new_text(setting_lines(settings, settings["fsdp.version"], comments))
 
 
@@ -179,6 +180,7 @@ def _settings(row: AdviceRow) -> str:
     parts += [f"{axis} axis of {size}" for axis, size in choice.axes.items() if size > 1]
     parts += [f"{choice.checkpointing} checkpointing" if choice.checkpointing != "none" else "no checkpointing"]
     parts += ["offload of activations"] if choice.offload_activations else []
+    parts += ["offload of the optimizer state"] if choice.offload_optimizer else []
     parts += ["offload of parameters"] if choice.offload_params else []
     parts += ["sync each batch"] if choice.sync_each_batch else []
     return ", ".join(parts)

@@ -180,7 +180,7 @@ def host_problems(prediction: Prediction) -> Iterator[Problem]:
         has = format_memory(int(machine.host_memory_bytes))
         message = f"{machine.name} has {has} of CPU memory, which is too little. {_host_memory(planned, memory)}."
         fix = "Use more machines, or less memory: without fsdp_async_save, training waits for each save; without "
-        yield Problem(code="FSDP-W814", message=message, fix=f"{fix}fsdp_offload_params, the device needs more memory.")
+        yield Problem(code="FSDP-W814", message=message, fix=f"{fix}offload, the device needs more memory.")
 
 
 def _communicated(communication: Sequence[types.Collective]) -> dict[str, int]:

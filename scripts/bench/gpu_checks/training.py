@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import time
+from typing import Any
 
 from scripts.bench.gpu_checks.base import (
     TINY,
@@ -18,6 +20,7 @@ from scripts.bench.gpu_checks.base import (
     on_accelerator,
     on_all,
     shared_folder,
+    size_for,
 )
 from scripts.bench.gpu_checks.speed import why_no_compiler
 
@@ -166,3 +169,40 @@ def activation_offload(case: Case) -> Case:
         del run
     expect(abs(losses["none"] - losses["offload"]) < 0.02, f"last losses {losses}")
     return {"last_losses": losses, "peak_bytes": peaks}
+
+
+@check(seconds=20, limit=120)
+def optimizer_offload(case: Case) -> Case:
+    """Train with the optimizer's state in CPU memory: the losses, where the state is, and the time of a step."""
+    size, losses, figures = size_for(case, 24, "0.4 B"), {}, {}
+    for name, offload in {"device": False, "host": True}.items():
+        run = Run({**case, "settings": {"fsdp_offload_optimizer": offload}}, size, fused=True)
+        losses[name] = run.train(5)
+        tensors = [value for state in run.optimizer.state.values() for value in state.values() if value.dim()]
+        devices = {local(value).device.type for value in tensors}
+        expect(devices == {"cpu" if offload else case["device"]}, f"the state is on {sorted(devices)}")
+        run.backward()
+        seconds = _seconds_of(case, run.optimizer.step)
+        num_bytes = sum(local(value).nbytes for value in tensors)
+        figures[name] = {"step_ms": round(seconds * 1e3, 1), "state_gb": round(num_bytes / 1e9, 2)}
+        if on_accelerator(case):
+            figures[name]["allocated_gb"] = round(device_module(case).memory_allocated() / 1e9, 2)
+        if offload:
+            _check_checkpoint(run, "sharded")
+        del run, tensors
+        gc.collect()
+    difference = max(abs(a / b - 1) for a, b in zip(losses["host"], losses["device"], strict=True))
+    expect(difference < 1e-3, f"losses {losses}")
+    gb = figures["host"]["state_gb"]
+    text = f"{gb:.2f} GB in each direction in {figures['host']['step_ms']:.0f} ms"
+    return {"text": text, "relative_difference": difference, **figures}
+
+
+def _seconds_of(case: Case, run: Any) -> float:
+    if on_accelerator(case):
+        device_module(case).synchronize()
+    start = time.perf_counter()
+    run()
+    if on_accelerator(case):
+        device_module(case).synchronize()
+    return time.perf_counter() - start

@@ -39,6 +39,7 @@ class Point:
     selective: bool = False
     offload_activations: bool = False
     offload_params: bool = False
+    offload_optimizer: bool = False
     lora: int = 0
     qlora: bool = False
     wrap: Literal["layers", "parts", "none"] = "layers"
@@ -255,6 +256,7 @@ def make_settings(point: Point, *, use_cpu: bool = True) -> dict[str, Any]:
         "fsdp_auto_wrap_policy": "NO_WRAP" if point.wrap == "none" else "TRANSFORMER_BASED_WRAP",
         "fsdp_activation_checkpointing": "selective" if point.selective else point.checkpointing,
         "fsdp_offload_params": point.offload_params,
+        "fsdp_offload_optimizer": point.offload_optimizer,
         "fsdp_backward_prefetch": {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST", "none": "NO_PREFETCH"}[
             point.prefetch
         ],

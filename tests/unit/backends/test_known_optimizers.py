@@ -13,9 +13,11 @@ from torch import nn
 from hf_fsdp_plugin.backends.optimizers.known_optimizers import (
     KNOWN_OPTIMIZERS,
     KnownOptimizer,
+    check_offload,
     decide_step_mode,
     known_optimizer,
 )
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 
 PROJECTION = {"rank": 2, "update_proj_gap": 2, "scale": 0.25, "proj_type": "std"}
 APOLLO = {**PROJECTION, "proj": "random", "scale_type": "channel"}
@@ -170,3 +172,28 @@ def test_8bit_optimizer_needs_original_parameters() -> None:
     optim = pytest.importorskip("bitsandbytes.optim")
     assert code(optim.AdamW8bit(parameters()), fsdp1()) is None
     assert code(optim.AdamW8bit(parameters()), fsdp1(use_orig=False)) == "FSDP-E322"
+    problem = check_offload(optim.AdamW8bit(parameters()), "local", FsdpSpec())
+    assert problem is not None and "codes and scales" in problem.message
+
+
+@pytest.mark.parametrize("name, mode", [
+    ("torch.optim.AdamW", "unchanged"), ("torch.optim.SGD", "local"), ("torch.optim.Adafactor", "whole"),
+    ("transformers.Adafactor", "whole"), ("lion_pytorch.Lion", "local"),
+])  # fmt: skip
+def test_state_of_each_parameter_alone_is_offloaded(name: str, mode: Any) -> None:
+    assert check_offload(make(name), mode, FsdpSpec()) is None
+
+
+@pytest.mark.parametrize("name, mode, reason", [
+    ("torch.optim.Muon", "divided", "the ranks divide"), ("grokadamw.GrokAdamW", "unchanged", "not known"),
+    ("schedulefree.AdamWScheduleFree", "unchanged", "not known"),
+])  # fmt: skip
+def test_other_state_is_not_offloaded(name: str, mode: Any, reason: str) -> None:
+    problem = check_offload(make(name), mode, FsdpSpec())
+    assert problem is not None and (problem.code, problem.setting) == ("FSDP-E331", "offload.optimizer")
+    assert reason in problem.message
+
+
+def test_state_of_unknown_optimizer_is_not_offloaded() -> None:
+    problem = check_offload(SignDescent(parameters()), "unchanged", FsdpSpec())
+    assert problem is not None and problem.code == "FSDP-E331"

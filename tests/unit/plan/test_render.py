@@ -28,7 +28,7 @@ LlamaForCausalLM · 23.7 k parameters · FSDP2 on 4 cpu ranks
   sharding    strategy full_shard · reduce_replicas_at_last_micro_batch false
   mesh        shard 4 · replicate 1 · context 1 · tensor 1 · expert 1 · context_exchange allgather
   wrap        policy transformer · classes LlamaDecoderLayer · min_num_params 0 · ignored_modules -
-  offload     params false · pin_memory false
+  offload     params false · optimizer false · pin_memory false
   precision   param unchanged · reduce fp32 · output unchanged · buffer unchanged · fp32_modules -
   prefetch    backward none · forward false · limit_all_gathers true
   checkpoint  state_dict sharded · asynchronous false · verify true · storage - · save_on_signal usr1

@@ -84,7 +84,7 @@ def test_file_of_zero_3_is_read_with_its_lines(assess, tmp_path):
     assert assessment.ok and spec.enabled
     assert (spec.fsdp.version, spec.sharding.strategy, spec.wrap.policy) == (2, "full_shard", "transformer")
     assert (spec.precision.param, spec.launch.mixed_precision, spec.precision.reduce) == ("bf16", "bf16", "fp32")
-    assert (spec.offload.params, spec.offload.pin_memory, spec.checkpoint.state_dict) == (True, True, "full")
+    assert (spec.offload.optimizer, spec.offload.params, spec.checkpoint.state_dict) == (True, False, "full")
     assert spec.activation.checkpointing == "none"
     origin = spec.origin("sharding.strategy")
     assert (origin.source_line, origin.written) == (f"{path}:11", "zero_optimization.stage=3")
@@ -129,7 +129,10 @@ def test_stage_is_a_strategy(assess, stage, strategy):
         (zero(mics_shard_size=-1, zero_hpz_partition_size=1), {"sharding.strategy": "full_shard"}),
         (zero(zero_hpz_partition_size=8), {"sharding.strategy": "hybrid_shard", "mesh.shard": 8}),
         (zero(offload_param={"device": "nvme", "nvme_path": "/nvme"}), {"offload.params": True}),
-        (zero(2, cpu_offload=True), {"offload.params": True}),
+        (zero(2, cpu_offload=True), {"offload.params": False, "offload.optimizer": True}),
+        (zero(2, cpu_offload=True, cpu_offload_param=True), {"offload.params": True, "offload.optimizer": False}),
+        (zero(offload_param={"device": "cpu"}, offload_optimizer={"device": "cpu"}),
+         {"offload.params": True, "offload.optimizer": False}),
         (zero(offload_param={"device": "cpu", "pin_memory": False}), {"offload.pin_memory": False}),
         (zero(offload_param={"device": "none", "pin_memory": False}), {"offload.params": False}),
         (zero(stage3_gather_fp16_weights_on_model_save=True), {"checkpoint.state_dict": "full"}),
@@ -314,7 +317,7 @@ def test_differences_are_told(problems):
     assert found({**zero(1), **clipping}) == {"FSDP-N069", "FSDP-N071"}
     assert found({**zero(3, zero_hpz_partition_size=8), **clipping}) == {"FSDP-N069", "FSDP-W070"}
     assert found({**zero(3, offload_param={"device": "nvme"}), **clipping}) == {"FSDP-N069", "FSDP-W070"}
-    assert found({**zero(3, offload_optimizer={"device": "cpu"}), **clipping}) == {"FSDP-N069", "FSDP-N071"}
+    assert found({**zero(3, offload_optimizer={"device": "cpu"}), **clipping}) == {"FSDP-N069"}
 
 
 def test_missing_clipping_is_told_and_converted(problems):
@@ -350,7 +353,7 @@ def test_section_of_accelerate_is_read(assess):
     spec = assessment.spec
     assert assessment.ok and spec.enabled and (spec.fsdp.version, spec.launch.num_processes) == (2, 8)
     assert (spec.sharding.strategy, spec.checkpoint.state_dict, spec.precision.param) == ("full_shard", "full", "bf16")
-    assert spec.offload.params and spec.loading.ram_efficient
+    assert spec.offload.optimizer and not spec.offload.params and spec.loading.ram_efficient
     read = reading(ACCELERATE)
     assert read.arguments == {"gradient_accumulation_steps": 4, "max_grad_norm": 1.0}
     assert len(read.outcomes) == len(ACCELERATE) - 1 + len(ACCELERATE["deepspeed_config"])

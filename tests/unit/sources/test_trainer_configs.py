@@ -203,7 +203,7 @@ def test_fsdp_preset_of_swift_is_its_file(assess, reading, tmp_path):
 def test_deepspeed_preset_of_swift_is_converted(assess, preset, strategy, offloads):
     arguments = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "max_grad_norm": 1.0}
     spec = assess({"tuner_type": "lora", "deepspeed": preset, "bf16": True, **arguments}).spec
-    assert (spec.enabled, spec.sharding.strategy, spec.offload.params) == (True, strategy, offloads)
+    assert (spec.enabled, spec.sharding.strategy, spec.offload.optimizer) == (True, strategy, offloads)
 
 
 def test_misspelled_preset_of_swift_has_suggestion(reading):

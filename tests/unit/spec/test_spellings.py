@@ -32,6 +32,7 @@ SPELLINGS = [
     ("wrap.ignored_modules", ".*lora.*", [".*lora.*"], ["fsdp_ignored_modules"]),
     ("offload.params", True, YES, ["fsdp_offload_params", "offload_params", "cpu_offload", "fsdp_cpu_offload"]),
     ("offload.params", False, NO, ["fsdp_offload_params", "cpu_offload"]),
+    ("offload.optimizer", True, YES, ["fsdp_offload_optimizer", "offload_optimizer"]),
     ("offload.pin_memory", False, NO, ["pin_memory", "fsdp_pin_memory"]),
     ("prefetch.backward", "pre", ["BACKWARD_PRE", "backward_pre", 1, "1"], ["fsdp_backward_prefetch"]),
     ("prefetch.backward", "post", ["BACKWARD_POST", 2], ["fsdp_backward_prefetch_policy"]),

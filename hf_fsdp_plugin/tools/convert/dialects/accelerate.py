@@ -84,6 +84,7 @@ DIALECT: Final = ConfigDialect(
         "distributed_type": _add_type,
         f"{_SECTION}.zero_stage": deepspeed.add_stage,
         "offload.params": deepspeed.add_offload,
+        "offload.optimizer": deepspeed.add_state_offload,
         f"{_SECTION}.zero3_init_flag": _add_loading,
         _FILE: _add_file,
         "*": _add_own,

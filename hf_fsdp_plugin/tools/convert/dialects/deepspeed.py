@@ -75,20 +75,26 @@ def _add_group(reading: interface.DialectReading, entry: ConfigEntry) -> None:
         reading.differs(entry, reason, "It needs more memory. Remove the key to shard over all ranks.")
 
 
-def add_offload(reading: interface.DialectReading, entry: ConfigEntry) -> None:
-    """Add the device of the optimizer or of the parameters."""
+def add_state_offload(reading: interface.DialectReading, entry: ConfigEntry) -> None:
+    """Add the device of the optimizer: with offloaded parameters, that of all."""
+    key = entry.key
+    other = key.replace("_optimizer", "_param") if "_optimizer" in key else f"{key}_param"
+    is_alone = reading.text(other, "none") in ("none", "false", "0")
+    add_offload(reading, entry, "offload.optimizer" if is_alone else "offload.params")
+
+
+def add_offload(reading: interface.DialectReading, entry: ConfigEntry, setting: str = "offload.params") -> None:
+    """Add the device of the parameters."""
     device = word_of(entry.value.value)
     if interface.is_off(entry.value):
         return
     if device not in ("cpu", "nvme", "true"):
-        reading.expect(entry, "none, cpu or nvme", setting="offload.params")
+        reading.expect(entry, "none, cpu or nvme", setting=setting)
         return
-    _add_once(reading, "offload.params", entry, True)
+    _add_once(reading, setting, entry, True)
     if device == "nvme":
         fix = "Check that it fits: hf-fsdp plan shows the CPU memory."
         reading.differs(entry, "FSDP offloads to CPU memory", fix)
-    elif "optimizer" in entry.key and reading.text(entry.key.replace("_optimizer", "_param"), "none") == "none":
-        reading.differs(entry, "FSDP offloads parameters and gradients with the optimizer state")
 
 
 def _add_pin(reading: interface.DialectReading, entry: ConfigEntry) -> None:
@@ -178,6 +184,7 @@ DIALECT: Final = interface.ConfigDialect(
         "sharding.strategy": add_stage,
         "sharding.strategy mesh.shard": _add_group,
         "offload.params": add_offload,
+        "offload.optimizer": add_state_offload,
         "offload.pin_memory": _add_pin,
         "launch.mixed_precision precision.param": _add_dtype,
         "mesh.tensor": _add_size,

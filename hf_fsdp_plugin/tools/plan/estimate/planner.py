@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from torch import nn
 
@@ -39,6 +39,15 @@ _SAVINGS: Final[tuple[tuple[Checkpointing, bool], ...]] = (
     ("full", True), ("full", False), ("selective", False), ("none", False),
 )  # fmt: skip
 """Checkpointing, and whether activations are offloaded: from what needs least memory to the fastest."""
+_Offload = Literal["", "optimizer", "params"]
+_OFFLOADS: Final[Mapping[_Offload, Mapping[str, Any]]] = {
+    "": {}, "optimizer": {"offload_optimizer": True}, "params": {"offload_params": True},
+}  # fmt: skip
+_OFFLOAD_TEXTS: Final[Mapping[_Offload, str]] = {
+    "": "", "optimizer": " and offload of the optimizer state", "params": " and offload of parameters",
+}  # fmt: skip
+_OFFLOADED: Final = ("adamw", "adafactor")
+"""Optimizers with state that fsdp_offload_optimizer supports."""
 _MAX_DOUBLINGS: Final = 6
 """Maximum number of times that the number of machines is doubled."""
 _MIN_LENGTH: Final = 256
@@ -51,6 +60,7 @@ class Choice:
     Attributes:
         shard, replicate, context, tensor, expert: the sizes of the mesh.
         offload_activations: whether what is saved for backward is moved to CPU memory.
+        offload_optimizer: whether the optimizer's state is kept in CPU memory.
         sync_each_batch: whether gradients are reduced after every micro-batch.
     """
 
@@ -62,6 +72,7 @@ class Choice:
     expert: int = 1
     checkpointing: Checkpointing = "none"
     offload_activations: bool = False
+    offload_optimizer: bool = False
     offload_params: bool = False
     micro_batch: int = 1
     accumulation: int = 1
@@ -79,6 +90,7 @@ class Choice:
             "activation.checkpointing": self.checkpointing,
             "activation.offload": self.offload_activations,
             "offload.params": self.offload_params,
+            "offload.optimizer": self.offload_optimizer,
         }
 
     @property
@@ -95,7 +107,7 @@ class Choice:
     def extra_work(self) -> tuple[int, ...]:
         """The order of choices by what they copy and recompute."""
         slower = ("none", "selective", "full").index(self.checkpointing)
-        return int(self.offload_params), int(self.offload_activations), slower
+        return int(self.offload_params), int(self.offload_optimizer), int(self.offload_activations), slower
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,7 +170,8 @@ def advise(
     """Return the combinations of settings that fit, the best first, and why the others do not.
 
     Context and tensor axes, pairs of axes, and offload of parameters are tried only if nothing fits without them, and
-    axes up to the first size that fits; a machine's ranks as an expert axis, for each model that has one. A combination
+    axes up to the first size that fits; a machine's ranks as an expert axis, for each model that has one; and offload
+    of the optimizer state with full_shard, for each optimizer that has state and supports it. A combination
     that does not fit is not tried with a larger micro-batch, and a strategy that does not fit with full checkpointing
     and offloaded activations is not tried with less.
 
@@ -183,12 +196,14 @@ def advise(
         raise SpecError([Problem(code="FSDP-E812", message=message, fix=fix)])
     plain = list(shardings(subject.num_machines, subject.gpus_per_machine))
     rows = list(_rows(subject, global_batch, [*plain, *_with_axes(subject, _expert_axes(subject))]))
+    if workload.optimizer in _OFFLOADED:
+        rows += _rows(subject, global_batch, plain, offload="optimizer")
     for alternatives in (_axes_in_machine, _pairs_of_axes):
         if not any(row.fits for row in rows):
             for sizes in alternatives(subject):
                 rows += _up_to_first_size(subject, global_batch, sizes)
     if not any(row.fits for row in rows):
-        rows += _rows(subject, global_batch, plain, offload=True)
+        rows += _rows(subject, global_batch, plain, offload="params")
     fitting = in_order([row for row in rows if row.fits], subject.limit)
     return Advice(
         fitting=tuple(replace(row, reason=_reason(row, fitting[0])) for row in fitting),
@@ -248,7 +263,8 @@ class Subject:
         plan, *_ = self._sharded(choice.mesh)
         activation = replace(plan.activation, checkpointing=choice.checkpointing, native=False)
         activation = replace(activation, offload=choice.offload_activations)
-        return replace(plan, activation=activation, offload_params=choice.offload_params)
+        offloads = {"offload_params": choice.offload_params, "offload_optimizer": choice.offload_optimizer}
+        return replace(plan, activation=activation, **offloads)
 
     def workload_of(self, choice: Choice) -> Workload:
         return replace(
@@ -374,14 +390,14 @@ def _with_axes(subject: Subject, axes: Iterable[dict[str, Any]]) -> Iterator[Cho
 
 
 def _rows(
-    subject: Subject, global_batch: int, meshes: Iterable[Choice], *, offload: bool = False
+    subject: Subject, global_batch: int, meshes: Iterable[Choice], *, offload: _Offload = ""
 ) -> Iterator[AdviceRow]:
-    """Yield the rows of meshes with or without offload of parameters."""
+    """Yield the rows of meshes without offload of parameters or state, or with one of them."""
     for sharding in meshes:
         if offload and sharding.strategy != "full_shard":
             continue
         for saving in _SAVINGS:
-            choice = replace(sharding, checkpointing=saving[0], offload_activations=saving[1], offload_params=offload)
+            choice = replace(sharding, checkpointing=saving[0], offload_activations=saving[1], **_OFFLOADS[offload])
             rows = list(_growing_batches(subject, choice, global_batch))
             yield from rows
             if saving == _SAVINGS[0] and not any(row.fits for row in rows):
@@ -461,6 +477,8 @@ def _difference(row: AdviceRow, best: AdviceRow) -> str:
     """Return what a choice of settings does in a step that the best choice does not."""
     if row.choice.offload_params and not best.choice.offload_params:
         return "copies parameters between CPU and device"
+    if row.choice.offload_optimizer and not best.choice.offload_optimizer:
+        return "copies the optimizer state between CPU and device"
     if row.choice.checkpointing != best.choice.checkpointing:
         return "recomputes activations"
     if row.choice.offload_activations and not best.choice.offload_activations:
@@ -475,14 +493,15 @@ def _remedies(subject: Subject, global_batch: int) -> Iterator[str]:
     """Yield the smallest changes of one thing after which the settings with the least memory fit, one sentence each.
 
     The settings are full_shard, full checkpointing with offloaded activations and micro-batches of one sample; with and
-    without offload of parameters.
+    without offload of the optimizer state or of parameters.
     """
     step = subject.workload
     lengths = [step.seq_len >> power for power in range(1, step.seq_len.bit_length())]
     machines = [replace(subject, num_machines=subject.num_machines << more) for more in range(1, _MAX_DOUBLINGS + 1)]
     shorter = [replace(subject, workload=replace(step, seq_len=size)) for size in lengths if size >= _MIN_LENGTH]
-    for offload in (False, True):
-        with_offload = " and offload of parameters" if offload else ""
+    for offload, with_offload in _OFFLOAD_TEXTS.items():
+        if offload == "optimizer" and step.optimizer not in _OFFLOADED:
+            continue
         for found, size in _first_fitting(machines, offload=offload):
             ranks = found.world_size
             batch = f", with a global batch of at least {ranks}" if global_batch < ranks else ""
@@ -494,15 +513,15 @@ def _remedies(subject: Subject, global_batch: int) -> Iterator[str]:
             yield f"Sequences of {found.workload.seq_len:,} tokens{with_offload} would fit with {size} per GPU."
     if step.optimizer == "adamw":
         packed = replace(subject, workload=replace(step, optimizer="adamw_8bit"))
-        for _, size in _first_fitting([packed], offload=False):
+        for _, size in _first_fitting([packed], offload=""):
             yield f"AdamW with 8-bit state (adamw_8bit) would fit with {size} per GPU."
 
 
-def _first_fitting(subjects: Iterable[Subject], *, offload: bool) -> Iterator[tuple[Subject, str]]:
+def _first_fitting(subjects: Iterable[Subject], *, offload: _Offload) -> Iterator[tuple[Subject, str]]:
     """Yield the first subject for which the settings with the least memory fit, if any, and this memory as text."""
     for subject in subjects:
         least = Choice(strategy="full_shard", shard=subject.world_size, checkpointing="full", offload_activations=True)
-        needed = subject.memory(replace(least, offload_params=offload)).needed_bytes
+        needed = subject.memory(replace(least, **_OFFLOADS[offload])).needed_bytes
         if needed <= subject.limit:
             yield subject, format_memory(needed)
             return

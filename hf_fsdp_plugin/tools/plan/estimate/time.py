@@ -24,6 +24,7 @@ from hf_fsdp_plugin.tools.plan.estimate import types
 from hf_fsdp_plugin.tools.plan.estimate.divided import as_loaded
 from hf_fsdp_plugin.tools.plan.estimate.machines import Machine
 from hf_fsdp_plugin.tools.plan.estimate.memory.meta_pass import profile_step
+from hf_fsdp_plugin.tools.plan.estimate.memory.peak import state_bytes, step_windows
 from hf_fsdp_plugin.tools.plan.estimate.memory.step import AxisCall, OpCost, Stage, StepProfile
 from hf_fsdp_plugin.tools.plan.estimate.muon import muon_step
 from hf_fsdp_plugin.tools.plan.estimate.schedule import Timeline, UnitTimes, exposed_seconds, simulate
@@ -356,7 +357,14 @@ class TimeModel:
         if workload.optimizer == "muon":
             step = muon_step(plan, [shard for sizes in self._sizes for shard in sizes.shards])
             seconds += step.flops / machine.throughput("matmul", "bf16", step.flops / max(1, 15 * step.most_matrices))
-        return traffic / throughput + starts * machine.update_op_seconds + seconds
+        update = traffic / throughput + starts * machine.update_op_seconds
+        if plan.offload_optimizer and machine.overlaps:
+            # Windows are copied in both directions at once, beside the updates. The first and last are copied alone.
+            shards = [shard for sizes in self._sizes for shard in sizes.shards]
+            states = [state_bytes(workload.optimizer, window) for window in step_windows(plan, shards)]
+            update = max(update, sum(states) / machine.host_bandwidth)
+            update += 2 * max(states, default=0) / machine.host_bandwidth
+        return update + seconds
 
 
 def _stages_of_units(

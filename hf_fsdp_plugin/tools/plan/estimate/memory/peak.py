@@ -14,6 +14,7 @@ from typing import Final
 
 from torch import nn
 
+from hf_fsdp_plugin.backends.optimizers.offloaded_steps import windows_of
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.text import format_memory, plural
 from hf_fsdp_plugin.tools.plan.estimate.divided import as_loaded
@@ -90,12 +91,14 @@ def follow_step(
     shards = [shard for unit in sizes for shard in unit.shards]
     params, state = sum(unit.params for unit in sizes), state_bytes(workload.optimizer, shards)
     on_host = list(offloaded_tensors(plan, sizes)) if engine.offloads else []
+    windows = step_windows(plan, shards)
+    on_host += [state_bytes(workload.optimizer, window) for window in windows] if plan.offload_optimizer else []
     pins = plan.pin_memory or plan.backend == "fsdp1"
     lost = sum(pinned_bytes(size) - size for size in on_host) if pins else 0
     copies = params + ignored["params"] + ignored["buffers"] + state if plan.spec.checkpoint.asynchronous else 0
     ledger.at("start of the step")
     ledger.add("params", ignored["params"] + (0 if engine.offloads else params))
-    ledger.add("optimizer", 0 if engine.offloads else state)
+    ledger.add("optimizer", 0 if engine.offloads or plan.offload_optimizer else state)
     ledger.add("other", ignored["buffers"] + framework_bytes(plan.device_type, machine))
     ledger.add("activations", profile.input_bytes)
     num = min(workload.accumulation, 3)  # the first, one in the middle, and the last
@@ -115,7 +118,7 @@ def follow_step(
     if workload.clip_norm:
         ledger.at("clipping")
     ledger.at("optimizer step")
-    ledger.use("other", 0 if engine.offloads else update_bytes(workload, plan, shards))
+    ledger.use("other", 0 if engine.offloads else max(step_bytes(workload, plan, windows), default=0))
     peak = max(ledger.moments, key=lambda moment: moment.bytes)
     return MemoryEstimate(
         peak=peak,
@@ -171,6 +174,22 @@ def _state_of(optimizer: Optimizer, shard: ParameterShard) -> int:
     if optimizer == "muon" and len(shard.whole) == 2:
         return size
     return 2 * size + _STEP
+
+
+def step_windows(plan: FsdpPlan, shards: Iterable[ParameterShard]) -> list[list[ParameterShard]]:
+    """Return the shards that are updated together: all of them, unless the optimizer's state is in CPU memory."""
+    trained = [shard for shard in shards if shard.trainable]
+    if not plan.offload_optimizer:
+        return [trained]
+    sizes = (prod(shard.shape) * shard.dtype.itemsize for shard in trained)
+    return [[trained[position] for position in window] for window in windows_of(sizes)]
+
+
+def step_bytes(workload: Workload, plan: FsdpPlan, windows: Sequence[Sequence[ParameterShard]]) -> Iterator[int]:
+    """Yield the bytes that the update of each window allocates: temporary tensors, its state, and that of the next."""
+    states = [state_bytes(workload.optimizer, window) * plan.offload_optimizer for window in windows]
+    for window, own, following in zip(windows, states, [*states[1:], 0], strict=True):
+        yield own + following + update_bytes(workload, plan, window)
 
 
 def update_bytes(workload: Workload, plan: FsdpPlan, shards: Sequence[ParameterShard]) -> int:
@@ -233,6 +252,8 @@ def assumptions(
     is_default = workload.update_loop is None and loop == "fused"
     default = ", the Trainer's default (adamw_torch_fused); --foreach or --for-loop for others" if is_default else ""
     yield "All samples have the full sequence length."
+    if plan.offload_optimizer and workload.optimizer in ("muon", "adamw_8bit"):
+        yield f"fsdp_offload_optimizer is refused with {workload.optimizer} (FSDP-E331)."
     if plan.mesh.context > 1:
         yield "Each rank has its part of a sequence, in the batch of the Trainer. Memory is that of the first rank."
     if plan.mesh.expert > 1:
@@ -246,6 +267,8 @@ def assumptions(
         yield "Memory that torch's allocator has reserved but not allocated (fragmentation) is not included."
         if plan.offload_params:
             yield "Parameter offload has no effect on CPU ranks."
+        if plan.spec.offload.optimizer:
+            yield "Offload of the optimizer state has no effect on CPU ranks."
     elif device != "cuda":
         yield f"Of {device} devices, only the allocated memory is known: no context, no cached memory, no collectives."
     else:
