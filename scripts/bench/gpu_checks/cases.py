@@ -26,10 +26,10 @@ _FIRST: Sequence[str | tuple[str, Mapping[str, Any]]] = (
 """Run under FSDP2, then under FSDP1, before all others."""
 _OTHERS: Sequence[str | tuple[str, Mapping[str, Any]]] = (
     "lora", "qlora", "collectives", "contexts", "pinned_saves", "state_dict", ("state_dict", _OFFLOAD),
-    "checkpointed_prediction", ("prediction", _EXPANDABLE), ("host_prediction", _OFFLOAD),
-    ("training", _OFFLOAD), ("clipping", {"precision": "fp32"}), "activation_offload", "optimizer_offload", "loading",
-    "extra_forward", "ignored_modules", ("ignored_modules", _FP16), "reports", "process_groups", "restart", "bench",
-    "one_visible_gpu", "resume_on_one_rank",
+    "checkpointed_prediction", ("prediction", _EXPANDABLE), ("host_prediction", {**_OFFLOAD, "version": 2}),
+    ("training", _OFFLOAD), ("clipping", {"precision": "fp32"}), "activation_offload", "optimizer_offload",
+    "loading", "extra_forward", "ignored_modules", ("ignored_modules", _FP16), "reports", "process_groups", "restart",
+    "bench", "one_visible_gpu", "resume_on_one_rank",
 )  # fmt: skip
 _ONCE = ("pinning", "ranks_per_machine", "spawned_child")
 """They do not depend on the version of FSDP."""

@@ -171,7 +171,7 @@ def activation_offload(case: Case) -> Case:
     return {"last_losses": losses, "peak_bytes": peaks}
 
 
-@check(seconds=20, limit=120)
+@check(seconds=12, limit=120)
 def optimizer_offload(case: Case) -> Case:
     """Train with the optimizer's state in CPU memory: the losses, where the state is, and the time of a step."""
     size, losses, figures = size_for(case, 24, "0.4 B"), {}, {}
