@@ -290,14 +290,14 @@ def kept_blocks() -> Iterator[list[int]]:
     Not with tracemalloc: in Python 3.11 it crashes if a thread ends while it is stopped.
     """
     kept: list[int] = []
-    original = VerifiedFiles._read_part
+    original = VerifiedFiles.check_block
 
-    def read_part(files: VerifiedFiles, *args: Any) -> None:
+    def check_block(files: VerifiedFiles, *args: Any) -> None:
         original(files, *args)
         kept.append(sum(map(len, files._kept.values())))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(VerifiedFiles, "_read_part", read_part)
+        patch.setattr(VerifiedFiles, "check_block", check_block)
         yield kept
 
 

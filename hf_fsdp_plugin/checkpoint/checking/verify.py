@@ -38,7 +38,7 @@ def damage_problem(path: Path, damaged: Sequence[FileRange], num_ranges: int, na
 
 
 _STEP = 4 << 20
-"""Maximum size in bytes of a block that is kept if a read needs a part of it. Larger ones are hashed in the file."""
+"""Maximum size in bytes of a block that is kept for further reads. Larger ones are hashed in the file."""
 
 
 def files_of_checkpoint(checkpoint: Path, stored: StoredModel | StoredOptimizer, *, verify: bool) -> InputFiles:
@@ -110,7 +110,12 @@ class VerifiedFiles(InputFiles):
                 super().read(file, offset, part)
                 self._compare(file, block, hash_bytes(part))
             else:
-                self._read_part(file, block, offset, part)
+                self.check_block(file, block)
+                if (kept := self._kept.get((file, block.start))) is not None:
+                    begin = offset - block.start
+                    part[:] = kept[begin : begin + len(part)]
+                else:
+                    super().read(file, offset, part)
             offset, index = block.stop, index + 1
         super().read(file, offset, out)  # the file ended here when it was saved: an error, unless nothing is left
 
@@ -128,33 +133,18 @@ class VerifiedFiles(InputFiles):
         return self._blocks[file]
 
     def check_block(self, file: str, block: FileRange) -> None:
-        """Read and compare a block of any size once."""
-        if (file, block.start) in self._checked:
+        """Read and compare a block once. A small one is kept until the next one is read."""
+        key, size = (file, block.start), block.stop - block.start
+        if key in self._checked:
             return
-        if block.stop - block.start <= _STEP:
-            self._read_block(file, block)
+        if size <= _STEP:
+            data = memoryview(bytearray(size))
+            super().read(file, block.start, data)
+            self._compare(file, block, hash_bytes(data))
+            self._kept = {key: data}
         else:
             self._compare(file, block, hash_file(self._root / file, block.start, block.stop))
-        self._checked.add((file, block.start))
-
-    def _read_part(self, file: str, block: FileRange, offset: int, out: memoryview) -> None:
-        """Read a part of a block. Its block is compared once, and kept until a part of another block is read."""
-        key = file, block.start
-        if key not in self._kept and key not in self._checked and block.stop - block.start <= _STEP:
-            self._kept = {key: self._read_block(file, block)}
-            self._checked.add(key)
-        if key in self._kept:
-            begin = offset - block.start
-            out[:] = self._kept[key][begin : begin + len(out)]
-        else:
-            self.check_block(file, block)
-            super().read(file, offset, out)
-
-    def _read_block(self, file: str, block: FileRange) -> memoryview:
-        data = memoryview(bytearray(block.stop - block.start))
-        super().read(file, block.start, data)
-        self._compare(file, block, hash_bytes(data))
-        return data
+        self._checked.add(key)
 
     def _compare(self, file: str, block: FileRange, found: str) -> None:
         if found != block.hash:

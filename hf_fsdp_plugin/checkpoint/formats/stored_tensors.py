@@ -169,14 +169,9 @@ class StoredState(NamedTuple):
 
     def as_model(self, root: Path, form: str) -> StoredModel:
         """Return the entries by canonical name. The name of an entry is the path to it, joined with dots."""
-        tensors: dict[str, StoredTensor] = {}
-        objects: dict[str, Any] = {}
-        for path, value in self.entries.items():
-            name = canonical_name(entry_name(path))
-            if isinstance(value, StoredTensor):
-                tensors[name] = replace(value, name=name)
-            else:
-                objects[name] = value
+        named = {canonical_name(entry_name(path)): value for path, value in self.entries.items()}
+        tensors = {name: replace(value, name=name) for name, value in named.items() if isinstance(value, StoredTensor)}
+        objects = {name: value for name, value in named.items() if name not in tensors}
         return StoredModel(root, form, tensors, self.files, objects)
 
     def as_optimizer(self, root: Path, form: str) -> StoredOptimizer:

@@ -80,6 +80,14 @@ def test_compressed_zip_is_refused(tmp_path: Path) -> None:
         read(tmp_path / "a.bin")
 
 
+def test_encrypted_entry_is_refused(saved: Path) -> None:
+    data = bytearray(saved.read_bytes())
+    data[data.index(b"PK\1\2") + 8] |= 1  # the flags in the directory
+    saved.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"encrypted.*FSDP-E453"):
+        read(saved)
+
+
 def test_legacy_format_without_zip_is_refused(tmp_path: Path) -> None:
     torch.save(torch.zeros(2), tmp_path / "a.bin", _use_new_zipfile_serialization=False)
     with pytest.raises(CheckpointError, match="FSDP-E460"):
