@@ -1,4 +1,4 @@
-"""The failed attempts of a run: their failures, the optimizer steps that were trained again, and whether it restarts.
+"""The failed attempts of a run: their failures, the optimizer steps that were trained again, and when it is restarted.
 
 A restart helps if the cause was outside of the program: a killed rank, a lost machine, a broken connection. An error
 of the program comes again, after minutes of loading. Therefore a run is not restarted
