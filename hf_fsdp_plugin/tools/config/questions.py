@@ -201,6 +201,12 @@ def _has_machines(state: State) -> bool:
     return state.num_machines > 1
 
 
+def _may_offload_state(state: State) -> bool:
+    """Whether the optimizer state may be in CPU memory alone: if it is so in the existing file, or is recommended."""
+    is_found = state.existing.offload.optimizer or bool(state.recommended.get("offload.optimizer"))
+    return is_found and not state.answers["offload"]
+
+
 _FUNCTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
     "num_machines": {"parse": _integer(1, MAX_RANKS)},
     "gpus": {"default": _gpus, "parse": _integer(1, lambda state: MAX_RANKS // state.num_machines)},
@@ -224,6 +230,7 @@ _FUNCTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
     "min_num_params": {
         "default": USUAL_MIN_NUM_PARAMS, "parse": _parse_min_num_params, "asked": _has_policy("size"),
     },
+    "offload_optimizer": {"asked": _may_offload_state},
     "activation_offload": {"asked": lambda state: state.answers["checkpointing"] != "none"},
 }  # fmt: skip
 """Name of a question -> the fields that the table in ``questions.yaml`` cannot contain."""
@@ -272,7 +279,7 @@ def unused_settings(state: State, settings: Mapping[str, Any]) -> set[str]:
     unused.add("loading.sync_module_states")
     if state.version == 2:
         unused |= {"params.use_orig", "prefetch.limit_all_gathers"}
-    if not state.answers["offload"]:
+    if not (state.answers["offload"] or state.answers.get("offload_optimizer")):
         unused.add("offload.pin_memory")
     if state.existing.launch.machine_rank >= state.num_machines:
         unused.add("launch.machine_rank")

@@ -183,6 +183,7 @@ def optimizer_offload(case: Case) -> Case:
         expect(devices == {"cpu" if offload else case["device"]}, f"the state is on {sorted(devices)}")
         run.backward()
         seconds = _seconds_of(case, run.optimizer.step)
+        run.optimizer.zero_grad()
         num_bytes = sum(local(value).nbytes for value in tensors)
         figures[name] = {"step_ms": round(seconds * 1e3, 1), "state_gb": round(num_bytes / 1e9, 2)}
         if on_accelerator(case):

@@ -27,8 +27,8 @@ EVERY_OPTION = [
 
 
 def test_every_option_sets_its_answer(config, llama):
-    # A context axis is asked for only if the model does not fit without it.
-    known = {question.name for question in QUESTIONS} - {"context_size"}
+    # These are asked for only if the model does not fit without them.
+    known = {question.name for question in QUESTIONS} - {"context_size", "offload_optimizer"}
     assert {name for answers in EVERY_OPTION for name in answers} == known
     shown = {"yes": True, "no": False}
     for number, answers in enumerate(EVERY_OPTION):

@@ -125,6 +125,17 @@ def test_offload_is_tried_only_if_nothing_else_fits():
     assert not any(row.choice.sync_each_batch for row in rows)
 
 
+def test_offload_of_the_state_is_weighed_with_full_shard():
+    rows = [row for row in advice(machine="h100-sxm").rows if row.choice.offload_optimizer]
+    assert rows and {row.choice.strategy for row in rows} == {"full_shard"}
+    for row in rows:
+        choice = replace(row.choice, offload_optimizer=False)
+        (plain,) = [each for each in advice(machine="h100-sxm").rows if each.choice == choice]
+        assert row.memory.host_bytes > plain.memory.host_bytes
+        assert row.time.step_seconds > plain.time.step_seconds
+        assert row.settings["offload.optimizer"] and not row.settings["offload.params"]
+
+
 @needs_transformers("5.19")
 def test_nothing_fits_names_a_change_that_does():
     smallest = min(row.memory.needed_bytes for row in advice(memory=MIB, seq_len=256).rows)

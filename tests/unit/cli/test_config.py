@@ -15,7 +15,8 @@ from hf_fsdp_plugin import Problem, SpecError, load_spec
 from hf_fsdp_plugin.launcher.flags import Parser
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.strategies import STRATEGIES
-from hf_fsdp_plugin.tools.config.questions import QUESTIONS
+from hf_fsdp_plugin.tools.config.conversation import State
+from hf_fsdp_plugin.tools.config.questions import BY_NAME, QUESTIONS
 from hf_fsdp_plugin.tools.config.verb import add_arguments
 from tests.support.json_schema import assert_valid
 
@@ -258,3 +259,11 @@ def test_model_that_cannot_be_predicted_is_configured(config, llama, monkeypatch
     for gpus, reason in (("2", "no batch"), ("4", "RuntimeError: odd")):
         _, err = config("--yes", "-o", f"{gpus}.yaml", "--model", "llama", "--gpus", gpus, "--gpu-memory", "80GB")
         assert f"No prediction: {reason}\n" in err and spec_of(f"{gpus}.yaml").launch.num_processes == int(gpus)
+
+
+@pytest.mark.parametrize(
+    "recommended, offload, asked", [(False, False, False), (True, False, True), (True, True, False)]
+)
+def test_offload_of_the_state_is_asked_if_recommended(recommended: bool, offload: bool, asked: bool) -> None:
+    state = State(answers={"offload": offload}, recommended={"offload.optimizer": recommended})
+    assert BY_NAME["offload_optimizer"].asked(state) is asked

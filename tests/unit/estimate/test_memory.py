@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hf_fsdp_plugin as hfp
+from hf_fsdp_plugin.backends.optimizers import offloaded_steps
 from hf_fsdp_plugin.tools.plan.estimate.memory.peak import estimate_memory, state_bytes, update_bytes
 from hf_fsdp_plugin.tools.plan.estimate.types import MEMORY_KINDS, Workload
 from hf_fsdp_plugin.tools.plan.estimate.unit_bytes import ParameterShard, unit_bytes
@@ -125,6 +126,19 @@ def test_offload_moves_states_to_the_host():
     assert found.host_bytes >= 4 * (TOTAL // 2 * 4)
     end = at(found, "clipping")
     assert (end["params"], end["grads"], end["optimizer"]) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_offloaded_state_is_on_the_device_in_windows(version, monkeypatch):
+    monkeypatch.setattr(offloaded_steps, "WINDOW", 4096)
+    plain, found = (estimate(2, version=version, device="cuda", offload_optimizer=on) for on in (False, True))
+    state = at(plain, "clipping")["optimizer"]
+    assert at(found, "clipping")["optimizer"] == 0 and at(found, "clipping")["params"] > 0
+    assert found.offload_bytes - found.rounding_bytes == state
+    windows = at(found, "optimizer step")["other"] - at(found, "clipping")["other"]
+    assert 2 * 4096 < windows < state / 2
+    on_cpu = estimate(2, version=version, offload_optimizer=True)
+    assert at(on_cpu, "clipping")["optimizer"] == state and "no effect" in " ".join(on_cpu.assumptions)
 
 
 @pytest.mark.parametrize(("version", "pins"), [(1, True), (2, True), (2, False)])

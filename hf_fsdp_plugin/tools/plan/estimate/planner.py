@@ -263,8 +263,10 @@ class Subject:
         plan, *_ = self._sharded(choice.mesh)
         activation = replace(plan.activation, checkpointing=choice.checkpointing, native=False)
         activation = replace(activation, offload=choice.offload_activations)
-        plan = replace(plan, offload_params=choice.offload_params, offload_optimizer=choice.offload_optimizer)
-        return replace(plan, activation=activation)
+        return replace(
+            plan, activation=activation, offload_params=choice.offload_params,
+            offload_optimizer=choice.offload_optimizer,
+        )  # fmt: skip
 
     def workload_of(self, choice: Choice) -> Workload:
         return replace(

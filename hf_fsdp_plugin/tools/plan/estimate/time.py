@@ -461,7 +461,8 @@ def interval_of(
     is_decoder = type(model).__name__.endswith(("CausalLM", "LMHeadModel"))
     is_trained = all(parameter.requires_grad for parameter in model.parameters())
     has_experts = any(type(module).__name__.endswith("Experts") for module in model.modules())
-    is_plain = dtype == "bf16" and not plan.offload_params and not plan.mesh.has_model_axes
+    offloads = plan.offload_params or plan.offload_optimizer
+    is_plain = dtype == "bf16" and not offloads and not plan.mesh.has_model_axes
     if runs is None or not (is_decoder and is_trained and is_plain) or has_experts:
         return None, None, _NOT_COMPARED
     inside = f"{runs.inside} of {runs.runs} published runs on {runs.devices} lie inside"
