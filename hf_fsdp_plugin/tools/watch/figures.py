@@ -11,7 +11,7 @@ from typing import Any, Final
 from hf_fsdp_plugin.text import format_count, format_names, plural
 from hf_fsdp_plugin.tools.common import format_seconds
 from hf_fsdp_plugin.tools.plan.estimate.types import MEMORY_KINDS, Moment
-from hf_fsdp_plugin.tools.watch.events import RunEvent, Figures
+from hf_fsdp_plugin.tools.watch.events import Figures, RunEvent
 from hf_fsdp_plugin.tools.watch.run_folder import Run
 
 _FIRST: Final = (
