@@ -25,6 +25,8 @@ _EXPORTS = {
     "integrations.transformers.loading": ("from_pretrained",),
     "integrations.transformers.weight_stream": ("stream_parameters",),
     "integrations.transformers.trainer": ("FsdpTrainer", "FsdpTrainerMixin", "FsdpTrainingArguments"),
+    "integrations.transformers.weight_logs": ("WeightStatistics",),
+    "observe.weight_statistics": ("weight_statistics",),
     "plan.fsdp_plan": ("FsdpPlan",),
     "plan.resolve": ("resolve",),
     "problems": ("Origin", "Problem", "SpecError"),
@@ -50,7 +52,9 @@ if TYPE_CHECKING:
     from hf_fsdp_plugin.integrations.transformers.trainer import FsdpTrainer as FsdpTrainer
     from hf_fsdp_plugin.integrations.transformers.trainer import FsdpTrainerMixin as FsdpTrainerMixin
     from hf_fsdp_plugin.integrations.transformers.trainer import FsdpTrainingArguments as FsdpTrainingArguments
+    from hf_fsdp_plugin.integrations.transformers.weight_logs import WeightStatistics as WeightStatistics
     from hf_fsdp_plugin.integrations.transformers.weight_stream import stream_parameters as stream_parameters
+    from hf_fsdp_plugin.observe.weight_statistics import weight_statistics as weight_statistics
     from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan as FsdpPlan
     from hf_fsdp_plugin.plan.resolve import resolve as resolve
     from hf_fsdp_plugin.problems import Origin as Origin

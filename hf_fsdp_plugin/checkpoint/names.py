@@ -1,4 +1,4 @@
-"""Names of files and folders in checkpoints of Accelerate, Transformers, PEFT, torch and this package."""
+"""Names of files and folders in runs and checkpoints of Accelerate, Transformers, PEFT, torch and this package."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ PREFIXES: Final = (TRAINER_PREFIX, ACCELERATE_PREFIX)
 ACCELERATE_RUN: Final = "checkpoints"
 """The folder in the project folder that contains checkpoints with automatic names of Accelerate."""
 
+REPORT_NAME: Final = "fsdp_report.json"
+"""The report in the folder of a run."""
+RUN_EVENTS: Final = "fsdp_run.jsonl"
+"""The events of a run in its folder: one JSON object per line."""
 MANIFEST_NAME: Final = "fsdp_manifest.json"
 BLOCK_FILE: Final = "fsdp_manifest.hashes"
 """The hashes of a large checkpoint of an earlier version. It is ignored."""

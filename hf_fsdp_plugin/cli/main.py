@@ -38,6 +38,7 @@ VERBS: Final[Mapping[str, str]] = {
     "convert": "convert a config, or a checkpoint of DeepSpeed, into one for FSDP",
     "launch": "check a config, then run a script on every rank with it",
     "profile": "run a script for a few steps, and show where the time of a step goes",
+    "watch": "show a run from its files: loss, figures over time, checkpoints, restarts",
     "plan": "predict memory, communication and time of a training step",
     "bench": "measure throughput, memory and scaling over ranks, strategies and settings",
     "inspect": "describe a checkpoint, or all checkpoints of a run, from metadata alone",

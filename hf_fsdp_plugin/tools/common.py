@@ -40,14 +40,18 @@ def check_needs(args: argparse.Namespace, needs: Mapping[str, Sequence[str]]) ->
             raise UsageError(f"{args.given[name]} needs {flags}.")
 
 
-def check_folder(given: str | Path) -> Path:
-    """Return the folder of a path, or the one that stands for a URL. Raises ``UsageError`` if it does not exist."""
+def check_folder(given: str | Path, kind: str = "checkpoint") -> Path:
+    """Return the folder of a path, or the one that stands for a URL. Raises ``UsageError`` if it does not exist.
+
+    Args:
+        kind: what the folder should be, for the message.
+    """
     from hf_fsdp_plugin.checkpoint.storage import folder_of  # other verbs read no checkpoints
 
     folder = folder_of(str(given))
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"
-        raise UsageError(f"{folder} {what}. Give the folder of a checkpoint.")
+        raise UsageError(f"{folder} {what}. Give the folder of a {kind}.")
     return folder
 
 

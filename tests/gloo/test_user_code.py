@@ -411,7 +411,7 @@ def run_examples(config: dict[str, Any], blocks: list[str], folder: str) -> dict
 @VERSIONS
 def test_examples_of_the_document_run(two_ranks: Ranks, version: int, tmp_path: Path) -> None:
     blocks = [block for block in EXAMPLES if "Trainer(" not in block and (version == 2 or "# FSDP2" not in block)]
-    assert len(blocks) == (8 if version == 2 else 7)
+    assert len(blocks) == (9 if version == 2 else 8)
     runs = two_ranks.run(run_examples, parallel_config("full_shard", version, 2), blocks, str(tmp_path))
     before = tiny_llama()
     expected = {name: float(parameter.norm()) for name, parameter in before.named_parameters()}

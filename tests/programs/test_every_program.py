@@ -32,6 +32,7 @@ RUN: dict[str, str] = {
     "scripts/generated_values.py": "--cases 500 --out {folder}/out.json",
     "scripts/gpu_check.sh": "--cpu --list",
     "scripts/last_runs.py": "--stale",
+    "scripts/pictures.py": "--check",
     "scripts/run_ecosystem.py": "--list",
     "scripts/run_matrix.py": "--list",
     "scripts/size.py": "--files",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 import os
 import pty
@@ -20,7 +21,11 @@ _ASKS_FOR_CURSOR = "\x1b[6n"
 
 
 class Terminal:
-    """A program whose stdin, stdout and stderr are a terminal, which answers requests for the cursor's position."""
+    """A program whose stdin, stdout and stderr are a terminal, which answers requests for the cursor's position.
+
+    Attributes:
+        printed: everything that was printed, with escape codes.
+    """
 
     def __init__(
         self, argv: Sequence[str], *, cwd: Path, env: Mapping[str, str], columns: int = 100, rows: int = 50
@@ -33,6 +38,8 @@ class Terminal:
         )  # fmt: skip
         os.close(worker)
         self._seen: list[str] = []
+        self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+        self.printed = ""
         self._unread = ""
 
     def __enter__(self) -> Terminal:
@@ -81,10 +88,12 @@ class Terminal:
         if seconds <= 0 or not select.select([self._main], [], [], seconds)[0]:
             return False
         try:
-            data = os.read(self._main, 1 << 16).decode(errors="replace")
+            read = os.read(self._main, 1 << 16)
         except OSError:  # the program has ended
             return False
+        data = self._decode(read)  # a character may be read in two parts
+        self.printed += data
         self._unread = _ESCAPES.sub("", self._unread + data)  # the rest of a code may come later
         for _ in range(data.count(_ASKS_FOR_CURSOR)):
             self.type("\x1b[1;1R")
-        return bool(data)
+        return bool(read)

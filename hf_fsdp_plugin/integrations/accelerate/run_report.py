@@ -15,6 +15,7 @@ import torch.distributed as dist
 from hf_fsdp_plugin.backends.ranks.agreement import announce_end, gather_objects
 from hf_fsdp_plugin.backends.sharding.shard import plan_of
 from hf_fsdp_plugin.checkpoint.formats.known_formats import stored_state_dict_type
+from hf_fsdp_plugin.checkpoint.names import REPORT_NAME
 from hf_fsdp_plugin.hangs.calls import record
 from hf_fsdp_plugin.integrations.accelerate import private
 from hf_fsdp_plugin.integrations.accelerate.loader_batch import loader_batch
@@ -28,8 +29,6 @@ from hf_fsdp_plugin.observe.report_builder import build_report_of_trained
 from hf_fsdp_plugin.observe.weights import optimizers_of
 from hf_fsdp_plugin.state import find_part, process
 from hf_fsdp_plugin.text import plural
-
-REPORT_NAME = "fsdp_report.json"
 
 
 class RunReporter:

@@ -13,6 +13,7 @@ from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_memory, format_table, plural, truncate_lines, wrap_words
 from hf_fsdp_plugin.tools.config.text import new_text, script_arguments, setting_lines, stock_limits
+from hf_fsdp_plugin.tools.pages import write_page
 from hf_fsdp_plugin.tools.plan.estimate.machines import RANKS_PER_MACHINE, Machine
 from hf_fsdp_plugin.tools.plan.output import Planned
 
@@ -58,7 +59,7 @@ def print_advice(args: argparse.Namespace, planned: Planned) -> int:
         arguments = script_arguments(choice.micro_batch, choice.accumulation, choice.sync_each_batch)
     lines = _answer_lines(advice, chosen)
     if args.html is not None:
-        from hf_fsdp_plugin.tools.plan.page import advice_page, write_page
+        from hf_fsdp_plugin.tools.plan.page import advice_page
 
         shown_rows = [*advice.fitting[:_ROWS], *advice.rejected[:_ROWS], *([chosen] if chosen is not None else [])]
         names = {id(row): (_settings(row), _batches(row)) for row in shown_rows}

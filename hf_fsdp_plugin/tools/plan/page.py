@@ -2,50 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
-from importlib.resources import files
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hf_fsdp_plugin.checkpoint.file_io import write_atomically
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, equal_units
-from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.strategies import STRATEGIES
-from hf_fsdp_plugin.text import format_count, format_memory, plural, printable
-from hf_fsdp_plugin.tools.common import format_seconds
+from hf_fsdp_plugin.text import plural
+from hf_fsdp_plugin.tools.pages import areas, load_macros
 from hf_fsdp_plugin.tools.plan.estimate import types
 from hf_fsdp_plugin.tools.plan.output import Prediction, subject_of
 
 if TYPE_CHECKING:
     from hf_fsdp_plugin.tools.plan.estimate.planner import Advice, AdviceRow
 
-_COLORS: Final[dict[types.MemoryKind, str]] = {
-    "params": "#0072b2", "grads": "#e69f00", "optimizer": "#009e73", "activations": "#cc79a7", "gathered": "#56b4e9",
-    "other": "#8c8c8c",
-}  # fmt: skip
-"""The palette of Okabe and Ito, which color-blind readers can tell apart."""
-_WIDTH: Final = 1000
-_HEIGHT: Final = 200
-"""Units of a picture. Browsers cannot hold coordinates in bytes: they limit them to about 2^25."""
-_LEAST_HEIGHT: Final = 2.5
-"""Height of a band with few bytes, so that it is visible."""
 _MOST_SPANS: Final = 1500
-
-
-def write_page(out: Path, page: str) -> list[str]:
-    """Write a page, and return the line that names its file.
-
-    Raises:
-        SpecError: the file cannot be written (FSDP-E835).
-    """
-    try:
-        write_atomically(out, page, preserve=True)
-    except OSError as error:
-        message = f"cannot write {out}: {error.strerror or error}."
-        fix = "Choose a file in a folder that exists and is writable."
-        raise SpecError([Problem(code="FSDP-E835", message=message, fix=fix)]) from error
-    return [printable(f"written: {out}")]
 
 
 def plan_page(prediction: Prediction) -> str:
@@ -64,7 +36,7 @@ def plan_page(prediction: Prediction) -> str:
         gpu_memory=planned.gpu_memory,
         planned=_strategy_name(plan),
         strategies=memory_by_strategy(prediction),
-        areas=list(_areas(memory.timeline)),
+        areas=list(areas(memory.timeline)),
         units=equal_units(plan.units),
         num_params=max(1, plan.num_params),
         time=prediction.time,
@@ -129,28 +101,4 @@ def _strategy_name(plan: FsdpPlan) -> str:
 
 @cache
 def _macros() -> Any:
-    """Return the macros of the template, which return HTML and escape all texts."""
-    from jinja2 import Environment, StrictUndefined
-
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"count": format_count, "seconds": format_seconds, "size": format_memory, "id": id}
-    text = files("hf_fsdp_plugin.tools.plan").joinpath("charts.html").read_text(encoding="utf-8")
-    names = {"COLORS": _COLORS, "KIND_NAMES": types.KIND_NAMES, "WIDTH": _WIDTH, "HEIGHT": _HEIGHT}
-    return environment.from_string(text, names).module
-
-
-def _areas(moments: Sequence[types.Moment]) -> Iterator[tuple[str, list[tuple[float, float]]]]:
-    """Yield the color and the corners of a stacked area for each kind of memory, in units of the picture."""
-    top = max([1, *(moment.bytes for moment in moments)])
-    heights = [
-        {kind: max(_LEAST_HEIGHT, _HEIGHT * size / top) for kind, size in moment.bytes_by_kind.items() if size}
-        for moment in moments
-    ]
-    scale = _HEIGHT / max([_HEIGHT, *(sum(each.values()) for each in heights)])
-    xs = [_WIDTH * index / max(1, len(moments) - 1) for index in range(len(moments))]
-    lower = [float(_HEIGHT)] * len(moments)
-    for kind in types.MEMORY_KINDS:
-        upper = [below - scale * each.get(kind, 0) for below, each in zip(lower, heights, strict=True)]
-        if upper != lower:
-            yield _COLORS[kind], [*zip(xs, upper, strict=True), *reversed([*zip(xs, lower, strict=True)])]
-        lower = upper
+    return load_macros("plan/charts.html")

@@ -25,6 +25,7 @@ from hf_fsdp_plugin.tools.check import verb as check
 from hf_fsdp_plugin.tools.check.output import load_meta_model, plan_with_problems
 from hf_fsdp_plugin.tools.common import SIZE_SPELLINGS, check_needs, nearest_multiples, parse_bytes, whole_number
 from hf_fsdp_plugin.tools.convert.conversion import print_conversion
+from hf_fsdp_plugin.tools.pages import refuse_present, write_page
 from hf_fsdp_plugin.tools.plan.estimate.types import Attention, Optimizer, UpdateLoop, Workload
 from hf_fsdp_plugin.tools.plan.output import Planned, predict, print_prediction
 
@@ -68,11 +69,7 @@ def run(args: argparse.Namespace) -> int:
     check_needs(args, {"force": ["html"]})
     if args.model is None or len(names) > 1:
         raise UsageError("give --model, and at most one config.")
-    problems: list[Problem] = []
-    shown = None
-    if args.html is not None and not args.force and os.path.lexists(args.html):
-        fix = "Pass --force to overwrite it, or another name."
-        problems.append(Problem(code="FSDP-E833", message=f"{args.html} exists.", fix=fix))
+    problems, shown = refuse_present(args), None
     try:
         planned, shown = (None, None) if problems else _read_subject(args, names, problems)
         if planned is not None and args.advise:
@@ -82,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         if planned is not None:
             prediction, written = predict(planned), []
             if args.html is not None:
-                from hf_fsdp_plugin.tools.plan.page import plan_page, write_page
+                from hf_fsdp_plugin.tools.plan.page import plan_page
 
                 written = write_page(Path(args.html), plan_page(prediction))
             return print_prediction(args, prediction, problems, written)

@@ -88,6 +88,8 @@ def test_checkpoints_have_the_schema(hf_fsdp, folder, local):
     assert validate("inspect", hf_fsdp("inspect", "--json", "--parameters", "--optimizer", local)[1])["complete"]
     assert validate("inspect", hf_fsdp("inspect", "--json", local.parent)[1])["newest_complete"] == str(local)
     assert validate("inspect", hf_fsdp("inspect", "--json", folder / "llama")[1])["complete"] is False
+    assert validate("watch", hf_fsdp("watch", "--json", local.parent)[1])["checkpoints"][0]["complete"]
+    assert validate("watch", hf_fsdp("watch", "--json", folder / "llama")[1])["ok"] is False
     assert validate("verify", hf_fsdp("verify", "--json", local)[1])["ok"]
     assert validate("verify", hf_fsdp("verify", "--json", local.parent)[1])["checkpoints"][0]["ok"]
     assert validate("merge", hf_fsdp("merge", "--json", local, "merged")[1])["ok"]
@@ -97,7 +99,7 @@ def test_checkpoints_have_the_schema(hf_fsdp, folder, local):
     assert validate("verify", hf_fsdp("verify", "--json", local)[1])["ok"] is False
 
 
-@pytest.mark.parametrize("verb", ["inspect", "verify", "merge", "export"])
+@pytest.mark.parametrize("verb", ["inspect", "verify", "merge", "export", "watch"])
 def test_missing_folder_exits_2_without_output(hf_fsdp, folder, verb):
     out_folder = ["out"] if verb in ("merge", "export") else []
     for name, reason in (("none", "does not exist"), ("good.yaml", "is not a folder")):

@@ -34,8 +34,9 @@ async function columnsOf(picture) {
   const context = canvas.getContext("2d");
   context.drawImage(image, 0, 0, canvas.width, canvas.height);
   const pixels = context.getImageData(0, 0, canvas.width, canvas.height).data;
-  const fills = [...picture.querySelectorAll("[fill^='#']")].map((shape) => shape.getAttribute("fill"));
-  const palette = [...new Set(fills)].map((color) => [color, channels(color)]);
+  const used = ["fill", "stroke"].flatMap((name) =>
+    [...picture.querySelectorAll(`[${name}^='#']`)].map((shape) => shape.getAttribute(name)));
+  const palette = [...new Set(used)].map((color) => [color, channels(color)]);
   const columns = [];
   for (let x = 0; x < canvas.width; x++) {
     const counts = {};
@@ -56,6 +57,7 @@ async function measure(frame) {
   for (const picture of page.querySelectorAll("svg"))
     pictures.push({
       box: box(picture.getBoundingClientRect()),
+      lines: [...picture.querySelectorAll("polyline, line")].map((line) => box(line.getBoundingClientRect())),
       shapes: [...picture.querySelectorAll("polygon, rect")].map((shape) => box(shape.getBoundingClientRect())),
       columns: await columnsOf(picture),
     });

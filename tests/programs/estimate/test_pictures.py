@@ -1,4 +1,4 @@
-"""The pictures of a plan: parsed, and opened in a browser where one is installed."""
+"""The pictures of a plan and the page of a run: parsed, and opened in a browser where one is installed."""
 
 from __future__ import annotations
 
@@ -17,15 +17,19 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_fsdp_plugin
-from hf_fsdp_plugin.launcher.flags import FLAG_TABLES
+from hf_fsdp_plugin.cli.main import VERBS, make_parser
 from hf_fsdp_plugin.plan.fsdp_plan import equal_units
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.spec.load import load_spec
+from hf_fsdp_plugin.tools.pages import COLORS
 from hf_fsdp_plugin.tools.plan.estimate.machines import machine_named
 from hf_fsdp_plugin.tools.plan.estimate.planner import Advice, advise
 from hf_fsdp_plugin.tools.plan.estimate.types import KIND_NAMES, MemoryEstimate, Workload
 from hf_fsdp_plugin.tools.plan.output import Planned, Prediction, predict
-from hf_fsdp_plugin.tools.plan.page import _COLORS, advice_page, memory_by_strategy, plan_page
+from hf_fsdp_plugin.tools.plan.page import advice_page, memory_by_strategy, plan_page
+from hf_fsdp_plugin.tools.watch.page import run_page
+from hf_fsdp_plugin.tools.watch.run_folder import RunFolder
+from tests.support import watched_runs
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -190,10 +194,12 @@ def shown(
     script = Path(__file__).with_name("measure_pages.js").read_text(encoding="utf-8")
     frames = f"<!doctype html><meta charset=utf-8><body><script>{script}</script>"
     pages = {name: plan_page(prediction) for name, prediction in predictions.items()}
-    for name, page in {**pages, "advice": shown_advice(advice)}.items():
+    watched_runs.write_report(watched_runs.restarted_run(folder / "llama"))
+    run = run_page(RunFolder(folder / "llama").read())
+    for name, page in {**pages, "advice": shown_advice(advice), "run": run}.items():
         (folder / f"{name}.html").write_text(page, encoding="utf-8")
         for width in WIDTHS:
-            style = f"width:{width}px;height:3000px;border:0"
+            style = f"width:{width}px;height:4000px;border:0"
             frames += f"<iframe id={name}-{width} src={name}.html style='{style}'></iframe>"
     (folder / "frames.html").write_text(frames, encoding="utf-8")
     command = [
@@ -206,16 +212,17 @@ def shown(
     return json.loads(unescape(output.partition("<pre>")[2].partition("</pre>")[0]))
 
 
-def test_plan_is_the_only_verb_with_a_page():
+def test_plan_and_watch_are_the_only_verbs_with_a_page():
     """A page of another verb needs the tests below, too."""
-    templates = [path.name for path in Path(hf_fsdp_plugin.__file__).parent.rglob("*.html")]
-    assert templates == ["charts.html"]
-    assert [verb for verb, flags in FLAG_TABLES.items() if "html" in flags] == ["plan"]
+    templates = {path.name for path in Path(hf_fsdp_plugin.__file__).parent.rglob("*.html")}
+    assert templates == {"charts.html", "run.html"}
+    assert [verb for verb in VERBS if make_parser(verb).find("--html") is not None] == ["watch", "plan"]
 
 
 NAMES = [f"{name}-{width}" for name in ("8B", "405B") for width in WIDTHS]
 PAGES = pytest.mark.parametrize("page_name", NAMES)
-ALL_PAGES = pytest.mark.parametrize("page_name", [*NAMES, *(f"advice-{width}" for width in WIDTHS)])
+OTHERS = [f"{name}-{width}" for name in ("advice", "run") for width in WIDTHS]
+ALL_PAGES = pytest.mark.parametrize("page_name", [*NAMES, *OTHERS])
 Box = tuple[float, float, float, float]
 
 
@@ -234,7 +241,7 @@ def test_browser_cuts_nothing(shown, page_name):
     width = float(page_name.partition("-")[2])
     assert page["content"] <= page["visible"] == width
     assert page["font"] == "16px"
-    whole = (0, 0, width, 3000)
+    whole = (0, 0, width, 4000)
     for text in page["texts"]:
         assert all(is_inside(line, whole) for line in text["boxes"]), text
     for part in (*page["bars"], *page["pictures"]):
@@ -273,7 +280,7 @@ def test_browser_shows_every_band_of_a_step(shown, predictions, page_name):
     name = page_name.partition("-")[0]
     moments, columns = predictions[name].memory.timeline, shown[page_name]["pictures"][0]["columns"]
     top, height = max(moment.bytes for moment in moments), 12 * 16
-    for kind, color in _COLORS.items():
+    for kind, color in COLORS.items():
         sizes = [moment.bytes_by_kind[kind] for moment in moments]
         assert any(color in column for column in columns) == any(sizes), kind
         if len(columns) < 4 * len(moments):  # several moments share a column
@@ -296,7 +303,7 @@ def test_browser_shows_every_stream_of_a_step(shown, predictions, page_name):
     if page_name.startswith("405B"):  # hybrid_shard
         streams["all_reduce"] = "grads"
     assert {span.stream for span in spans} == set(streams)
-    assert painted == {_COLORS[kind] for kind in streams.values()}
+    assert painted == {COLORS[kind] for kind in streams.values()}
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -317,3 +324,24 @@ def test_page_of_the_advice_is_complete(advice):
     parsed = Parsed(shown_advice(advice))
     assert parsed.open == [] and parsed.links == [] and "script" not in parsed.tags
     assert parsed.sections == ["fitting", "rejected", "config"]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_browser_shows_every_part_of_a_run(shown, width):
+    page = shown[f"run-{width}"]
+    words = [text["text"] for text in page["texts"]]
+    assert [
+        word for word in ("llama", "loss", "mfu", "Slow ranks", "memory reserved", "Report") if word not in words
+    ] == []
+    *figures, memory = page["pictures"]
+    assert len(figures) == 11 and len(page["colors"]) == len(KIND_NAMES)
+    painted = {color for column in memory["columns"] for color in column}
+    assert painted == set(COLORS.values())
+    for picture in figures:
+        restart, line = picture["lines"]
+        left, top, right, bottom = picture["box"]
+        assert is_inside(line, picture["box"]) and line[2] - line[0] >= right - left - 1
+        assert left < restart[0] < right and restart[3] - restart[1] >= bottom - top - 1
+        assert all(COLORS["params"] in column for column in picture["columns"][2:-2])
+    loss, flat = figures[0]["lines"][1], figures[5]["lines"][1]
+    assert loss[3] - loss[1] > 90 and flat[3] - flat[1] < 3
