@@ -1,0 +1,325 @@
+"""The figures of the run of this process: attaches the clock, adds figures to logs, and reports slow ranks.
+
+Each rank writes the rows of its steps to a file that the ranks of its machine share (``metrics.rows``). Rank 0 reads
+the rows of the others at a log and once per window. Nothing here is collective after the model is prepared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_fsdp_plugin.backends.ranks.agreement import gather_objects
+from hf_fsdp_plugin.backends.sharding.script_access import ParameterCounts
+from hf_fsdp_plugin.checkpoint.writing.manager import Save
+from hf_fsdp_plugin.devices import get_device
+from hf_fsdp_plugin.hangs.calls import record
+from hf_fsdp_plugin.integrations.observing import attach
+from hf_fsdp_plugin.integrations.session import current_run
+from hf_fsdp_plugin.messages import print_once
+from hf_fsdp_plugin.metrics.clock import ClockPhase, DeviceClock, HostClock, current_clock
+from hf_fsdp_plugin.metrics.figures import Slower, figures_of, memory_figures, passes, peak_flops
+from hf_fsdp_plugin.metrics.rows import Row, Rows, newest_rows, share_rows
+from hf_fsdp_plugin.metrics.run_file import VERSION, RunFile, numbers_in
+from hf_fsdp_plugin.metrics.stragglers import StragglerSearch
+from hf_fsdp_plugin.observers import ObservedPhase, Observer
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
+from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.state import find_part, process
+from hf_fsdp_plugin.torch_private.flops import FlopCount, can_count
+
+_PHASES: Final[Mapping[ObservedPhase, ClockPhase]] = {"data": "data", "backward": "backward", "checkpoint": "saving"}
+_MEMORY_SECONDS: Final = 1.0
+"""Seconds between two readings of the memory."""
+_COUNTED_FORWARD: Final = 2
+"""The training forward whose FLOPs are counted: the first one shows whether it calls compiled code."""
+
+
+class RunMetrics(Observer):
+    """The figures of one run. Without :meth:`follow`, every function returns at once.
+
+    Attributes:
+        clock: the clock of this rank; ``None`` if nothing is measured.
+        flops: FLOPs of the model per token, forward and backward; 0 until they are counted.
+        search: the search for slow ranks; ``None`` on other ranks than 0, or without it.
+    """
+
+    def __init__(self) -> None:
+        self.clock: HostClock | None = None
+        self.search: StragglerSearch | None = None
+        self.flops = 0.0
+        self._ends: list[Callable[[], None]] = []
+        self._file: RunFile | None = None
+        self._has_started = False
+
+    # The measurement on each rank
+
+    def follow(self, model: nn.Module, plan: FsdpPlan, folder: Callable[[], str]) -> None:
+        """Measure the training of a model that was sharded. Collective.
+
+        Args:
+            folder: returns the folder of the run's file.
+        """
+        self.close()
+        spec = plan.spec.metrics
+        if spec.log == "none" and not spec.straggler_percent:
+            return
+        self._folder, self._plan = folder, plan
+        self._machines = gather_objects(socket.gethostname())
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._device = get_device(plan.device_type)
+        self._memory, self._memory_time = {"peak": 0.0, "reserved": 0.0}, 0.0
+        self.optimizer: Callable[[], Any] = lambda: None
+        self._counts, self.flops, self._num_forwards = "tokens", 0.0, 0
+        self._before: Rows = {}
+        self._offset, self._last_save = 0, dict[str, float]()
+        self._rows = share_rows(self._rank, self._machines)
+        is_searching = self._rank == 0 and spec.straggler_percent > 0 and len(self._machines) > 1
+        self.search = StragglerSearch(spec.straggler_percent / 100) if is_searching else None
+        calls = record()
+        calls.times_waits = True
+        if plan.device_type == "cpu":
+            self.clock = HostClock(lambda: calls.waited_ns, self._write)
+        else:
+            self.clock = DeviceClock(self._device, self._write)
+        current_clock().clock = self.clock
+        before = model.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
+        after = model.register_forward_hook(self._after_forward, always_call=True)
+        self._ends = [attach(self), before.remove, after.remove]
+
+    def close(self) -> None:
+        """Stop measuring."""
+        for end in self._ends:
+            end()
+        self._ends, self._has_started = [], False
+        if self.clock is not None:
+            for rows in self._rows.values():
+                rows.close()
+        self.clock = current_clock().clock = None
+        self._file = None
+
+    def _write(self, row: Row) -> None:
+        now = time.monotonic()
+        if now - self._memory_time >= _MEMORY_SECONDS:
+            self._memory_time = now
+            self._memory = {"peak": self._device.peak_memory(), "reserved": self._device.reserved_memory()}
+        self._rows[self._rank].add(replace(row, **self._memory))
+
+    def before_forward(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        clock = self.clock
+        if torch.compiler.is_compiling() or clock is None or not (module.training and torch.is_grad_enabled()):
+            return
+        if not self._has_started:
+            self.start(Path(self._folder()), step=record().counts.total)
+        clock.enter("forward")
+        number = self._count(args, kwargs)
+        clock.tokens += number
+        self._num_forwards += 1
+        if self._num_forwards == _COUNTED_FORWARD and number and can_count(module):
+            self._counter = FlopCount(), number
+            self._counter[0].__enter__()
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._num_forwards == _COUNTED_FORWARD and not self.flops and self._counter is not None:
+            (counter, number), self._counter = self._counter, None
+            counter.__exit__(None, None, None)
+            counts = find_part(module, ParameterCounts)
+            factor = passes(counts.total, counts.trainable) if counts is not None else 3.0
+            self.flops = factor * counter.total / number
+
+    _counter: tuple[FlopCount, int] | None = None
+
+    def _count(self, args: Any, kwargs: Mapping[str, Any]) -> int:
+        """Return the tokens of a batch; its samples if it has no tokens."""
+        for name, num_dims in (("input_ids", 2), ("inputs_embeds", 3), ("decoder_input_ids", 2)):
+            value = kwargs.get(name, args[0] if name == "input_ids" and args else None)
+            if isinstance(value, torch.Tensor) and value.dim() == num_dims:
+                return value.shape[0] * value.shape[1]
+        self._counts = "samples"
+        tensors = (each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor) and each.dim())
+        return next((each.shape[0] for each in tensors), 0)
+
+    @contextlib.contextmanager
+    def phase(self, phase: ObservedPhase) -> Iterator[None]:
+        clock, name = self.clock, _PHASES.get(phase)
+        if clock is None or name is None or not record().is_main_thread():
+            yield
+            return
+        before = clock.enter(name)
+        try:
+            yield
+        finally:
+            clock.enter("optimizer" if name == "backward" != before else before)
+
+    def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
+        clock = self.clock
+        if clock is None or not self._has_started:
+            return
+        if self.optimizer() is None:
+            self.optimizer = weakref.ref(optimizer)
+        if optimizer is not self.optimizer():
+            return
+        clock.step_ended()
+        if self.search is not None and self.search.is_due(time.time()):
+            self._report(self.search.add(newest_rows(self._rows)))
+
+    # Rank 0
+
+    def _report(self, slower: Slower | None) -> None:
+        if slower is None:
+            return
+        machine = self._machines[slower.rank]
+        text = f"rank {slower.rank} on {machine} is slower than the others: all ranks wait for it, and a step takes "
+        text += f"{slower.by:.0%} longer. Most of it is in the phase {slower.phase}: {slower.seconds:.3g} s per step, "
+        text += f"the median of the other ranks is {slower.usual:.3g} s."
+        fix = "Look at that rank's disk, network, processor and device. fsdp_straggler_percent: 0 switches this off."
+        print_once(Problem(code="FSDP-W521", message=text, fix=fix))
+        event = {"rank": slower.rank, "machine": machine, "phase": slower.phase, "slower_by": slower.by, "text": text}
+        self._event("straggler", step=self._step, **event)
+
+    @property
+    def _step(self) -> int:
+        return self._offset + (self.clock.num_steps if self.clock is not None else 0)
+
+    def start(self, folder: Path, *, step: int = 0, max_steps: int = 0) -> None:
+        """Begin a training.
+
+        Args:
+            step: optimizer steps before.
+            max_steps: the last step; 0 if it is unknown.
+        """
+        if self.clock is None:
+            return
+        self.end("finished")
+        self.clock.enter("other")
+        self._has_started, self._max_steps, self._before = True, max_steps, {}
+        self._offset = step - self.clock.num_steps
+        self._first = Row(step=self.clock.num_steps, time=time.time())
+        self._file = RunFile(folder) if self._rank == 0 and self._plan.spec.metrics.log != "none" else None
+        machines = list(dict.fromkeys(self._machines))
+        about = {"world_size": len(self._machines), "machines": machines, "backend": self._plan.backend}
+        about |= {"device": self._plan.device_type, "max_steps": max_steps, "version": VERSION}
+        self._event("start", attempt=current_run().restarts.count, **about)
+
+    def end(self, result: str) -> None:
+        """Write the end of the training, if one has begun.
+
+        Args:
+            result: ``finished``, or ``failed:`` and the error.
+        """
+        if self._has_started:
+            self._event("end", step=self._step, result=result)
+            self._has_started = False
+
+    def _event(self, event: str, **values: Any) -> None:
+        if self._file is not None:
+            self._file.write(event, **values)
+
+    def saved(self, save: Save) -> None:
+        """Write a checkpoint that is complete."""
+        if self.clock is None:
+            return
+        times = {"seconds": time.monotonic() - save.begun, "stall_seconds": save.stall}
+        self._last_save = {f"last_save_{name}": value for name, value in times.items()}
+        step = self._step if save.step is None else save.step
+        self._event("save", step=step, checkpoint=save.final.name, **times, asynchronous=save.asynchronous)
+
+    def with_figures(
+        self, logs: Mapping[str, Any], *, step: int | None = None, is_training: bool = True, **more: Any
+    ) -> dict[str, Any]:
+        """Return a log with the figures since the log before, and write it to the run's file. Rank 0 only.
+
+        Args:
+            is_training: whether it is a log of training steps. Others get no figures.
+            more: entries of the run's file only.
+        """
+        if self.clock is None or self._rank != 0 or not self._has_started:
+            return dict(logs)
+        figures = self._figures() if is_training else {}
+        step = self._step if step is None else step
+        if figures and self._max_steps:
+            left = max(0, self._max_steps - step)
+            figures |= {"steps_left": left, "seconds_left": left * figures["step_seconds"]}
+        self._event("log", step=step, **{**figures, **numbers_in({**more, **logs})})
+        return {**figures, **logs} if self._plan.spec.metrics.log == "log" else dict(logs)
+
+    def _figures(self) -> dict[str, float]:
+        """Return the figures of the steps since the call before; none without a new step of all ranks."""
+        assert self.clock is not None
+        self.clock.flush()
+        now = newest_rows(self._rows)
+        if not now or now[self._rank].step <= self._before.get(self._rank, self._first).step:
+            return {}
+        before = {rank: self._before.get(rank, self._first) for rank in now}
+        peak = peak_flops(device := self._device.name())
+        if (
+            self._plan.spec.metrics.log == "log"
+            and self._num_forwards >= _COUNTED_FORWARD
+            and not (peak and self.flops)
+        ):
+            reason = (
+                "code of the model is compiled" if not self.flops else f"the peak of {device or 'CPUs'} is not known"
+            )
+            print_once(Problem(code="FSDP-N522", message=f"logs have no MFU: {reason}."))
+        size = len(self._machines) // self._plan.mesh.tensor  # ranks of the tensor axis have the same samples
+        found = figures_of(before, now, world_size=size, counts=self._counts, flops=self.flops, peak=peak)
+        self._before = now
+        return {**found, **memory_figures(now, self._device.total_memory()), **self._last_save}
+
+
+run_metrics = process.owns(RunMetrics)
+"""Return the figures of this process."""
+
+
+def data(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace the method that returns the next batch of a ``DataLoader``: the observers see it as a phase."""
+    from hf_fsdp_plugin.observers import observers
+
+    def call(iterator: Any) -> Any:
+        with observers().phase("data"):
+            return original(iterator)
+
+    return call
+
+
+def exposed_wait(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace a method in which the stream that computes waits for the collectives of a unit: the clock measures it."""
+    current = current_clock()
+
+    def call(unit: Any, *args: Any, **kwargs: Any) -> Any:
+        if current.clock is None:
+            return original(unit, *args, **kwargs)
+        with current.clock.exposed_wait():
+            return original(unit, *args, **kwargs)
+
+    return call
+
+
+def log_of_accelerator(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Add the figures to a log on the main process."""
+
+    def log(values: Mapping[str, Any], step: int | None = None, log_kwargs: Any = None) -> Any:
+        values = run_metrics().with_figures(values, step=step) if accelerator.is_main_process else values
+        return original(values, step=step, log_kwargs=log_kwargs)
+
+    return log(*args, **kwargs)
+
+
+def log_of_trainer(
+    original: Callable[..., Any], trainer: Any, logs: dict[str, float], *args: Any, **kwargs: Any
+) -> Any:
+    """Add the figures to the logs of a training."""
+    state, of_steps = trainer.state, "loss" in logs
+    found = run_metrics().with_figures(logs, step=state.global_step, is_training=of_steps, epoch=state.epoch)
+    logs.update(found)  # a caller may read what the Trainer adds to it
+    return original(logs, *args, **kwargs)
