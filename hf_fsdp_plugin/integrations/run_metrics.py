@@ -24,11 +24,13 @@ from hf_fsdp_plugin.backends.sharding.script_access import ParameterCounts
 from hf_fsdp_plugin.checkpoint.writing.manager import Save
 from hf_fsdp_plugin.devices import get_device
 from hf_fsdp_plugin.hangs.calls import record
+from hf_fsdp_plugin.hangs.hang_queries import watch_store
 from hf_fsdp_plugin.integrations.observing import attach
 from hf_fsdp_plugin.integrations.session import current_run
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.metrics.clock import ClockPhase, DeviceClock, HostClock, current_clock
 from hf_fsdp_plugin.metrics.figures import Slower, figures_of, memory_figures, passes, peak_flops
+from hf_fsdp_plugin.metrics.job_rows import JobRows
 from hf_fsdp_plugin.metrics.rows import Row, Rows, newest_rows, share_rows
 from hf_fsdp_plugin.metrics.run_file import VERSION, RunFile, numbers_in
 from hf_fsdp_plugin.metrics.stragglers import StragglerSearch
@@ -51,6 +53,9 @@ class RunMetrics(Observer):
     Attributes:
         clock: the clock of this rank; ``None`` if nothing is measured.
         flops: FLOPs of the model per token, forward and backward; 0 until they are counted.
+        machines: machine of each rank.
+        job: the rows of all machines; ``None`` on ranks that are not the lowest one of their machine.
+        rows: the rows of this rank; on rank 0 also those of the other ranks that it sees.
         search: the search for slow ranks; ``None`` on other ranks than 0, or without it.
     """
 
@@ -75,7 +80,7 @@ class RunMetrics(Observer):
         if spec.log == "none" and not spec.straggler_percent:
             return
         self._folder, self._plan = folder, plan
-        self._machines = gather_objects(socket.gethostname())
+        self.machines = gather_objects(socket.gethostname())
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._device = get_device(plan.device_type)
         self._memory, self._memory_time = {"peak": 0.0, "reserved": 0.0}, 0.0
@@ -83,8 +88,10 @@ class RunMetrics(Observer):
         self._counts, self.flops, self._num_forwards = "tokens", 0.0, 0
         self._before: Rows = {}
         self._offset, self._last_save = 0, dict[str, float]()
-        self._rows = share_rows(self._rank, self._machines)
-        is_searching = self._rank == 0 and spec.straggler_percent > 0 and len(self._machines) > 1
+        self.rows = share_rows(self._rank, self.machines)
+        is_first = self.machines.index(self.machines[self._rank]) == self._rank
+        self.job = JobRows(self._rank, self.rows, self.machines, watch_store) if is_first else None
+        is_searching = self._rank == 0 and spec.straggler_percent > 0 and len(self.machines) > 1
         self.search = StragglerSearch(spec.straggler_percent / 100) if is_searching else None
         calls = record()
         calls.times_waits = True
@@ -103,7 +110,9 @@ class RunMetrics(Observer):
             end()
         self._ends, self._has_started = [], False
         if self.clock is not None:
-            for rows in self._rows.values():
+            if self.job is not None:
+                self.job.close()
+            for rows in self.rows.values():
                 rows.close()
         self.clock = current_clock().clock = None
         self._file = None
@@ -113,7 +122,7 @@ class RunMetrics(Observer):
         if now - self._memory_time >= _MEMORY_SECONDS:
             self._memory_time = now
             self._memory = {"peak": self._device.peak_memory(), "reserved": self._device.reserved_memory()}
-        self._rows[self._rank].add(replace(row, **self._memory))
+        self.rows[self._rank].add(replace(row, **self._memory))
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         clock = self.clock
@@ -170,15 +179,17 @@ class RunMetrics(Observer):
         if optimizer is not self.optimizer():
             return
         clock.step_ended()
-        if self.search is not None and self.search.is_due(time.time()):
-            self._report(self.search.add(newest_rows(self._rows)))
+        if self.job is not None and (self.search is None or self.search.is_due(time.time())):
+            rows = self.job.newest()
+            if self.search is not None:
+                self._report(self.search.add(rows))
 
     # Rank 0
 
     def _report(self, slower: Slower | None) -> None:
         if slower is None:
             return
-        machine = self._machines[slower.rank]
+        machine = self.machines[slower.rank]
         text = f"rank {slower.rank} on {machine} is slower than the others: all ranks wait for it, and a step takes "
         text += f"{slower.by:.0%} longer. Most of it is in the phase {slower.phase}: {slower.seconds:.3g} s per step, "
         text += f"the median of the other ranks is {slower.usual:.3g} s."
@@ -206,8 +217,8 @@ class RunMetrics(Observer):
         self._offset = step - self.clock.num_steps
         self._first = Row(step=self.clock.num_steps, time=time.time())
         self._file = RunFile(folder) if self._rank == 0 and self._plan.spec.metrics.log != "none" else None
-        machines = list(dict.fromkeys(self._machines))
-        about = {"world_size": len(self._machines), "machines": machines, "backend": self._plan.backend}
+        machines = list(dict.fromkeys(self.machines))
+        about = {"world_size": len(self.machines), "machines": machines, "backend": self._plan.backend}
         about |= {"device": self._plan.device_type, "max_steps": max_steps, "version": VERSION}
         self._event("start", attempt=current_run().restarts.count, **about)
 
@@ -237,13 +248,16 @@ class RunMetrics(Observer):
     def with_figures(
         self, logs: Mapping[str, Any], *, step: int | None = None, is_training: bool = True, **more: Any
     ) -> dict[str, Any]:
-        """Return a log with the figures since the log before, and write it to the run's file. Rank 0 only.
+        """Return a log with the figures since the log before, and write it to the run's file. Only rank 0 adds any.
 
         Args:
             is_training: whether it is a log of training steps. Others get no figures.
             more: entries of the run's file only.
         """
-        if self.clock is None or self._rank != 0 or not self._has_started:
+        if self.clock is None or not self._has_started:
+            return dict(logs)
+        self.clock.flush()
+        if self._rank != 0:
             return dict(logs)
         figures = self._figures() if is_training else {}
         step = self._step if step is None else step
@@ -255,9 +269,7 @@ class RunMetrics(Observer):
 
     def _figures(self) -> dict[str, float]:
         """Return the figures of the steps since the call before; none without a new step of all ranks."""
-        assert self.clock is not None
-        self.clock.flush()
-        now = newest_rows(self._rows)
+        now = newest_rows(self.rows)
         if not now or now[self._rank].step <= self._before.get(self._rank, self._first).step:
             return {}
         before = {rank: self._before.get(rank, self._first) for rank in now}
@@ -271,7 +283,7 @@ class RunMetrics(Observer):
                 "code of the model is compiled" if not self.flops else f"the peak of {device or 'CPUs'} is not known"
             )
             print_once(Problem(code="FSDP-N522", message=f"logs have no MFU: {reason}."))
-        size = len(self._machines) // self._plan.mesh.tensor  # ranks of the tensor axis have the same samples
+        size = len(self.machines) // self._plan.mesh.tensor  # ranks of the tensor axis have the same samples
         found = figures_of(before, now, world_size=size, counts=self._counts, flops=self.flops, peak=peak)
         self._before = now
         return {**found, **memory_figures(now, self._device.total_memory()), **self._last_save}

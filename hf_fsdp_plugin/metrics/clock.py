@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, get_args
 
 from hf_fsdp_plugin.devices import Device
@@ -44,7 +44,7 @@ class HostClock:
         self._waited, self._written = waited, written
         self.phase: ClockPhase = "other"
         self.tokens = self.num_steps = 0
-        self._seconds: dict[str, float] = dict.fromkeys((*PHASES, "waiting"), 0.0)
+        self._num_measured, self._seconds = 0, dict.fromkeys((*PHASES, "waiting"), 0.0)
         self._begun, self._waited_before = time.perf_counter_ns(), waited()
 
     def enter(self, phase: ClockPhase) -> ClockPhase:
@@ -66,13 +66,19 @@ class HostClock:
         """End a step, and write its row."""
         self.enter("other")
         self.num_steps += 1
-        self._write(self.num_steps, self.tokens)
+        self._write(self._row)
 
     def flush(self) -> None:
         """Write the rows of the steps whose events are complete."""
 
-    def _write(self, step: int, tokens: int) -> None:
-        self._written(Row(step=step, time=time.time(), tokens=tokens, **self._seconds))
+    @property
+    def _row(self) -> Row:
+        """The row of the step that has ended, without times of phases."""
+        return Row(step=self.num_steps, time=time.time(), tokens=self.tokens)
+
+    def _write(self, row: Row) -> None:
+        self._num_measured += 1
+        self._written(replace(row, measured=self._num_measured, **self._seconds))
 
 
 @dataclass(slots=True)
@@ -81,8 +87,7 @@ class _Measured:
 
     marks: list[tuple[ClockPhase, Any]] = field(default_factory=list)
     waits: list[tuple[ClockPhase, Any, Any]] = field(default_factory=list)
-    step: int = 0
-    tokens: int = 0
+    row: Row = field(default_factory=Row)
 
 
 class DeviceClock(HostClock):
@@ -91,7 +96,7 @@ class DeviceClock(HostClock):
     def __init__(self, device: Device, written: Callable[[Row], None]) -> None:
         super().__init__(lambda: 0, written)
         self._device = device
-        self._measured: _Measured | None = _Measured([(self.phase, device.timed_event())])
+        self._measured: _Measured | None = None
         self._pending: deque[_Measured] = deque()
 
     def enter(self, phase: ClockPhase) -> ClockPhase:
@@ -114,7 +119,7 @@ class DeviceClock(HostClock):
         self.enter("other")
         self.num_steps += 1
         if self._measured is not None:
-            self._measured.step, self._measured.tokens = self.num_steps, self.tokens
+            self._measured.row = self._row
             self._pending.append(self._measured)
         # It begins with the end of this step, so that it contains the time until the next forward.
         is_next = self.num_steps % _EVERY == _EVERY - 1
@@ -130,7 +135,7 @@ class DeviceClock(HostClock):
                 waited = begin.elapsed_time(end) / 1e3
                 self._seconds[phase] -= waited
                 self._seconds["waiting"] += waited
-            self._write(measured.step, measured.tokens)
+            self._write(measured.row)
 
 
 class CurrentClock:

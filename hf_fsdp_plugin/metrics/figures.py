@@ -76,7 +76,7 @@ def slowest_rank(before: Rows, now: Rows) -> Slower | None:
     whole = own[slowest] + difference(before[slowest], now[slowest], "waiting")
     usual = {phase: statistics.median(phases[rank][phase] for rank in others) for phase in PHASES}
     phase = max(PHASES, key=lambda each: phases[slowest][each] - usual[each])
-    steps = max(1.0, difference(before[slowest], now[slowest], "step"))
+    steps = max(1.0, difference(before[slowest], now[slowest], "measured"))
     by = lost / max(whole - lost, 1e-9)
     return Slower(rank=slowest, by=by, phase=phase, seconds=phases[slowest][phase] / steps, usual=usual[phase] / steps)
 
@@ -104,7 +104,8 @@ def figures_of(
             found["mfu"] = rate * flops / peak
     whole = sum(sum(phase_seconds(*pair).values()) + difference(*pair, "waiting") for pair in pairs)
     if whole > 0:
-        found["communication_exposed"] = sum(difference(*pair, "waiting") for pair in pairs) / whole
+        if waiting := sum(difference(*pair, "waiting") for pair in pairs):
+            found["communication_exposed"] = waiting / whole
         found["data_wait"] = sum(difference(*pair, "data") for pair in pairs) / whole
     if (slower := slowest_rank(before, now)) is not None:
         found |= {"slowest_rank": slower.rank, "slowest_rank_by": slower.by}

@@ -30,6 +30,7 @@ class Row:
 
     Attributes:
         step: number of the step in this process, from 1.
+        measured: steps whose times are in the sums: all, or some on an accelerator.
         time: Unix time of the end of the step.
         tokens: tokens of its training forwards so far, or samples if the model has no tokens.
         data, forward, backward, optimizer, saving, other: time in the phases so far, without ``waiting``.
@@ -38,6 +39,7 @@ class Row:
     """
 
     step: float = 0
+    measured: float = 0
     time: float = 0.0
     tokens: float = 0
     data: float = 0.0
@@ -83,11 +85,15 @@ class RankRows:
 
     def __getitem__(self, index: int) -> Row:
         """Return a row by its number from 0, which is that of the same step on all ranks."""
-        values = _ROW.unpack_from(self._memory, _COUNT.size + index % NUM_ROWS * _ROW.size)
-        return Row(**dict(zip(_NAMES, values, strict=True)))
+        return row_of(_ROW.unpack_from(self._memory, _COUNT.size + index % NUM_ROWS * _ROW.size))
 
     def close(self) -> None:
         self._memory.close()
+
+
+def row_of(values: Sequence[float]) -> Row:
+    """Return a row from its numbers in the order of the fields."""
+    return Row(**dict(zip(_NAMES, values, strict=True)))
 
 
 def share_rows(rank: int, machines: Sequence[str]) -> dict[int, RankRows]:

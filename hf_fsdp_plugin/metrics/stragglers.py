@@ -16,7 +16,7 @@ NUM_WINDOWS: Final = 3
 WINDOW_SECONDS: Final = 10.0
 """Shortest time of a window, in which the noise of single steps is averaged."""
 WINDOW_STEPS: Final = 8
-"""Fewest steps of a window."""
+"""Fewest measured steps of a window."""
 _LATEST: Final = 2
 """Steps that are not judged at the begin: they compile, and allocate memory."""
 
@@ -52,7 +52,7 @@ class StragglerSearch:
             self._before = now
             return None
         first = min(now)
-        if difference(before[first], now[first], "step") < WINDOW_STEPS or not self.is_due(now[first].time):
+        if difference(before[first], now[first], "measured") < WINDOW_STEPS or not self.is_due(now[first].time):
             return None
         self._before = now
         return self._judge(slowest_rank(before, now))

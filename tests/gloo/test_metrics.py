@@ -6,16 +6,21 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 import hf_fsdp_plugin as hfp
+from hf_fsdp_plugin.hangs.hang_queries import watch_store
 from hf_fsdp_plugin.integrations.failure_watch import watch
 from hf_fsdp_plugin.integrations.run_metrics import run_metrics
+from hf_fsdp_plugin.metrics.job_rows import JobRows
+from hf_fsdp_plugin.metrics.rows import newest_rows
 from hf_fsdp_plugin.metrics.run_file import RUN_FILE
 from hf_fsdp_plugin.metrics.stragglers import WINDOW_STEPS, StragglerSearch
 from tests.support.matrices import slow
@@ -81,16 +86,17 @@ def test_run_without_metrics_writes_no_file(two_ranks: Ranks, tmp_path: Path) ->
 class Loop:
     """A training whose rank can be made slow in a phase."""
 
-    def __init__(self, folder: str, **settings: Any) -> None:
+    def __init__(self, folder: str, *, version: int = 2, use_cpu: bool = True, **settings: Any) -> None:
         self.delays = dict.fromkeys(("data", "forward", "optimizer"), 0.0)
-        config = parallel_config("full_shard", 2, torch.distributed.get_world_size(), **settings)
+        size = torch.distributed.get_world_size()
+        config = parallel_config("full_shard", version, size, use_cpu=use_cpu, **settings)
         self.accelerator = hfp.accelerator(hfp.load_spec(config, environ={}), project_dir=folder)
         model = tiny_llama(layers=1)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.model.register_forward_pre_hook(lambda *_: time.sleep(self.delays["forward"]))
         self.optimizer.optimizer.register_step_pre_hook(lambda *_: time.sleep(self.delays["optimizer"]))
-        self.loader = torch.utils.data.DataLoader(self, batch_size=2)  # type: ignore[arg-type]
+        self.loader = self.accelerator.prepare(torch.utils.data.DataLoader(self, batch_size=2))  # type: ignore[arg-type]
 
     def __len__(self) -> int:
         return 10_000
@@ -179,3 +185,49 @@ def test_flops_are_those_of_products_and_attention(two_ranks: Ranks, tmp_path: P
     counted, weights = two_ranks.run(count_flops, str(tmp_path))[0]
     attention = 4 * LENGTH * 32  # two products of LENGTH × hidden size per token, in one layer
     assert counted == pytest.approx(3 * (2 * weights + attention))
+
+
+def train_on_two_machines(folder: str) -> list[str]:
+    """The warnings, if two of four ranks are on another machine, and one of these is slow."""
+    rank = torch.distributed.get_rank()
+    with patch.object(socket, "gethostname", lambda: f"host-{rank // 2}"):
+        loop, metrics = Loop(folder), run_metrics()
+    loop.delays["data"] = 0.06 * (rank == 3)
+    assert sorted(metrics.rows) == ([rank] if rank % 2 else [rank, rank + 1])
+    if metrics.job is not None:
+        metrics.job = JobRows(rank, metrics.rows, metrics.machines, watch_store, 0.2)
+    if metrics.search is not None:
+        metrics.search = StragglerSearch(0.2, seconds=0.0)
+    with messages() as printed:
+        list(loop.steps(100))
+    return printed
+
+
+@pytest.mark.slow
+def test_slow_rank_of_another_machine_is_reported(four_ranks: Ranks, tmp_path: Path) -> None:
+    printed = four_ranks.run(train_on_two_machines, str(tmp_path))
+    assert ["rank 3 on host-1" in "".join(lines) for lines in printed] == [True, False, False, False]
+    [start] = [each for each in events_in(tmp_path) if each["event"] == "start"]
+    assert start["machines"] == ["host-0", "host-1"]
+
+
+def train_on_device(folder: str, version: int) -> tuple[dict[str, float], dict[str, float], list[str]]:
+    """What rank 0 and another rank, which is slow, have measured, and the warnings."""
+    loop = Loop(folder, version=version, use_cpu=False)
+    loop.delays["data"] = 0.1 * torch.distributed.get_rank()
+    if (search := run_metrics().search) is not None:
+        run_metrics().search = StragglerSearch(0.2, seconds=0.0)
+    with messages() as printed:
+        list(loop.steps(4 * WINDOW_STEPS))
+    run_metrics().with_figures({})
+    newest = newest_rows(run_metrics().rows)
+    return (asdict(newest[0]), asdict(newest[1]), printed) if search is not None else ({}, {}, [])
+
+
+def test_device_clock_measures_some_steps(two_accelerator_ranks: Ranks, tmp_path: Path) -> None:
+    own, other, printed = two_accelerator_ranks.run(train_on_device, str(tmp_path), 2)[0]
+    assert own["step"] == other["step"] == 4 * own["measured"] > 2 * WINDOW_STEPS
+    assert other["data"] > 0.1 * other["measured"]
+    assert own["waiting"] > other["waiting"] > 0
+    assert min(own["forward"], own["backward"], own["optimizer"]) > 0
+    assert not [line for line in printed if "no longer observes" in line]

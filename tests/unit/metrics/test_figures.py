@@ -8,13 +8,13 @@ from hf_fsdp_plugin.metrics.figures import PEAK_FLOPS, figures_of, memory_figure
 from hf_fsdp_plugin.metrics.rows import Row
 from hf_fsdp_plugin.tools.plan.estimate.machines import machine_named
 
-START = Row(step=10, time=100.0, tokens=1000, forward=5.0, waiting=2.0)
+START = Row(step=10, measured=10, time=100.0, tokens=1000, forward=5.0, waiting=2.0)
 
 
 def later(*, steps: int = 4, data: float = 0.0, forward: float = 1.0, waiting: float = 1.0, **values: float) -> Row:
     """The row of a rank some steps after START, in 2 seconds."""
     times = {"data": data, "forward": 5.0 + forward, "waiting": 2.0 + waiting}
-    return Row(step=10 + steps, time=102.0, tokens=1400, **times, **values)
+    return Row(step=10 + steps, measured=10 + steps, time=102.0, tokens=1400, **times, **values)
 
 
 def test_figures_are_rates_and_shares_of_the_steps_between() -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
+from hf_fsdp_plugin.metrics.job_rows import JobRows
 from hf_fsdp_plugin.metrics.rows import NUM_ROWS, RankRows, Row, newest_rows, share_rows
 from hf_fsdp_plugin.metrics.run_file import RUN_FILE, RunFile, numbers_in
 
@@ -64,3 +66,27 @@ def test_log_entries_that_json_lacks_are_left_out() -> None:
     logs = {"loss": 1.5, "step": 3, "nan": math.nan, "text": "a", "flag": True, "tensor": torch.tensor(2.0)}
     assert numbers_in(logs) == {"loss": 1.5, "step": 3, "tensor": 2.0}
     assert numbers_in({"many": torch.zeros(2)}) == {}
+
+
+def test_machines_exchange_rows_of_the_same_step() -> None:
+    store, machines = HashStore(), ["a", "a", "b", "b"]
+    ranks = {rank: filled(0) for rank in range(4)}
+    first, other = (JobRows(rank, {rank: ranks[rank], rank + 1: ranks[rank + 1]}, machines, lambda: store, 0.0)
+                    for rank in (0, 2))  # fmt: skip
+    found = []
+    for step in range(1, 45):
+        for rank, rows in ranks.items():
+            if rank < 2 or step > 2:  # the other machine is late
+                rows.add(Row(step=rows.count + 1, tokens=rank))
+        other.newest()
+        found.append(first.newest())
+    steps = [{row.step for row in each.values()} for each in found]
+    assert max(map(len, steps)) == 1
+    assert sorted(set(map(frozenset, steps)) - {frozenset()}, key=min) == [{9}, {17}, {25}, {33}, {41}]
+    assert {rank: row.tokens for rank, row in found[-1].items()} == {0: 0, 1: 1, 2: 2, 3: 3}
+
+
+def test_machine_that_does_not_answer_delays_nobody() -> None:
+    ranks = {0: filled(5)}
+    job = JobRows(0, ranks, ["a", "b"], HashStore, 0.0)
+    assert [job.newest() for _ in range(3)] == [{}, {}, {}]

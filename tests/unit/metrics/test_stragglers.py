@@ -23,7 +23,13 @@ def windows(*own: tuple[float, ...]) -> Iterator[Rows]:
             row, step = rows[rank], max(seconds)
             times = {"forward": row.forward + WINDOW_STEPS * each}
             times |= {"waiting": row.waiting + WINDOW_STEPS * (step - each)}
-            rows[rank] = replace(row, step=row.step + WINDOW_STEPS, time=row.time + WINDOW_STEPS * step, **times)
+            rows[rank] = replace(
+                row,
+                step=row.step + WINDOW_STEPS,
+                measured=row.measured + WINDOW_STEPS,
+                time=row.time + WINDOW_STEPS * step,
+                **times,
+            )
         yield dict(rows)
 
 
