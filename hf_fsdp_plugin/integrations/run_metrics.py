@@ -1,12 +1,14 @@
 """The figures of the run of this process: attaches the clock, adds figures to logs, and reports slow ranks.
 
-Each rank writes the rows of its steps to a file that the ranks of its machine share (``metrics.rows``). Rank 0 reads
-the rows of the others at a log and once per window. Nothing here is collective after the model is prepared.
+Each rank writes the rows of its steps to memory that the ranks of its machine share (``metrics.rows``). Rank 0 reads
+the rows of the others at a log and once per window. Nothing here is collective after the model is prepared, and an
+error ends the figures, not the run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 import time
 import weakref
@@ -47,6 +49,22 @@ _COUNTED_FORWARD: Final = 2
 """The training forward whose FLOPs are counted: the first one shows whether it calls compiled code."""
 
 
+def _ends_figures(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: an error of the method stops the figures, and is printed; the method then returns ``None``."""
+
+    @functools.wraps(method)
+    def call(metrics: RunMetrics, *args: Any, **kwargs: Any) -> Any:
+        if metrics.clock is None:
+            return None
+        try:
+            return method(metrics, *args, **kwargs)
+        except Exception as error:
+            metrics.close()
+            print_once(f"no more figures of the run, which continues: {type(error).__name__}: {error}.")
+
+    return call
+
+
 class RunMetrics(Observer):
     """The figures of one run. Without :meth:`follow`, every function returns at once.
 
@@ -65,6 +83,7 @@ class RunMetrics(Observer):
         self.flops = 0.0
         self._ends: list[Callable[[], None]] = []
         self._file: RunFile | None = None
+        self._counter: tuple[FlopCount, int] | None = None  # and the tokens of its forward
         self._has_started = False
 
     # The measurement on each rank
@@ -100,7 +119,7 @@ class RunMetrics(Observer):
         else:
             self.clock = DeviceClock(self._device, self._write)
         current_clock().clock = self.clock
-        before = model.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
+        before = model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
         after = model.register_forward_hook(self._after_forward, always_call=True)
         self._ends = [attach(self), before.remove, after.remove]
 
@@ -115,7 +134,7 @@ class RunMetrics(Observer):
             for rows in self.rows.values():
                 rows.close()
         self.clock = current_clock().clock = None
-        self._file = None
+        self._file, record().times_waits = None, False
 
     def _write(self, row: Row) -> None:
         now = time.monotonic()
@@ -124,12 +143,17 @@ class RunMetrics(Observer):
             self._memory = {"peak": self._device.peak_memory(), "reserved": self._device.reserved_memory()}
         self.rows[self._rank].add(replace(row, **self._memory))
 
-    def before_forward(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        clock = self.clock
-        if torch.compiler.is_compiling() or clock is None or not (module.training and torch.is_grad_enabled()):
-            return
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        if not torch.compiler.is_compiling() and module.training and torch.is_grad_enabled():
+            self.begin_forward(module, args, kwargs)
+
+    @_ends_figures
+    def begin_forward(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Count the tokens of a training forward, and begin its phase."""
         if not self._has_started:
             self.start(Path(self._folder()), step=record().counts.total)
+        if (clock := self.clock) is None:
+            return
         clock.enter("forward")
         number = self._count(args, kwargs)
         clock.tokens += number
@@ -139,14 +163,12 @@ class RunMetrics(Observer):
             self._counter[0].__enter__()
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._num_forwards == _COUNTED_FORWARD and not self.flops and self._counter is not None:
+        if self._counter is not None:
             (counter, number), self._counter = self._counter, None
             counter.__exit__(None, None, None)
             counts = find_part(module, ParameterCounts)
             factor = passes(counts.total, counts.trainable) if counts is not None else 3.0
             self.flops = factor * counter.total / number
-
-    _counter: tuple[FlopCount, int] | None = None
 
     def _count(self, args: Any, kwargs: Mapping[str, Any]) -> int:
         """Return the tokens of a batch; its samples if it has no tokens."""
@@ -202,6 +224,7 @@ class RunMetrics(Observer):
     def _step(self) -> int:
         return self._offset + (self.clock.num_steps if self.clock is not None else 0)
 
+    @_ends_figures
     def start(self, folder: Path, *, step: int = 0, max_steps: int = 0) -> None:
         """Begin a training.
 
@@ -209,13 +232,12 @@ class RunMetrics(Observer):
             step: optimizer steps before.
             max_steps: the last step; 0 if it is unknown.
         """
-        if self.clock is None:
-            return
+        assert self.clock is not None
         self.end("finished")
-        self.clock.enter("other")
-        self._has_started, self._max_steps, self._before = True, max_steps, {}
-        self._offset = step - self.clock.num_steps
-        self._first = Row(step=self.clock.num_steps, time=time.time())
+        self.clock.skip()
+        self._has_started, self._max_steps, self._offset = True, max_steps, step - self.clock.num_steps
+        self._first = Row(time=time.time())
+        self._before = {rank: replace(row, time=self._first.time) for rank, row in newest_rows(self.rows).items()}
         self._file = RunFile(folder) if self._rank == 0 and self._plan.spec.metrics.log != "none" else None
         machines = list(dict.fromkeys(self.machines))
         about = {"world_size": len(self.machines), "machines": machines, "backend": self._plan.backend}
@@ -236,36 +258,40 @@ class RunMetrics(Observer):
         if self._file is not None:
             self._file.write(event, **values)
 
+    @_ends_figures
     def saved(self, save: Save) -> None:
         """Write a checkpoint that is complete."""
-        if self.clock is None:
-            return
         times = {"seconds": time.monotonic() - save.begun, "stall_seconds": save.stall}
         self._last_save = {f"last_save_{name}": value for name, value in times.items()}
         step = self._step if save.step is None else save.step
         self._event("save", step=step, checkpoint=save.final.name, **times, asynchronous=save.asynchronous)
 
-    def with_figures(
+    @_ends_figures
+    def figures(
         self, logs: Mapping[str, Any], *, step: int | None = None, is_training: bool = True, **more: Any
-    ) -> dict[str, Any]:
-        """Return a log with the figures since the log before, and write it to the run's file. Only rank 0 adds any.
+    ) -> Mapping[str, float] | None:
+        """Return the figures since the log before, if they are to be added, and write the log to the run's file.
 
         Args:
             is_training: whether it is a log of training steps. Others get no figures.
             more: entries of the run's file only.
         """
-        if self.clock is None or not self._has_started:
-            return dict(logs)
+        assert self.clock is not None
         self.clock.flush()
-        if self._rank != 0:
-            return dict(logs)
+        if self._rank != 0 or not self._has_started:
+            return None
         figures = self._figures() if is_training else {}
         step = self._step if step is None else step
         if figures and self._max_steps:
             left = max(0, self._max_steps - step)
             figures |= {"steps_left": left, "seconds_left": left * figures["step_seconds"]}
         self._event("log", step=step, **{**figures, **numbers_in({**more, **logs})})
-        return {**figures, **logs} if self._plan.spec.metrics.log == "log" else dict(logs)
+        if self._plan.spec.metrics.log != "log":
+            return None
+        if figures and "mfu" not in figures and self._num_forwards >= _COUNTED_FORWARD:
+            reason = f"the peak of {self._device.name() or 'CPUs'} is not known" if self.flops else "code is compiled"
+            print_once(Problem(code="FSDP-N522", message=f"logs have no MFU: {reason}."))
+        return figures
 
     def _figures(self) -> dict[str, float]:
         """Return the figures of the steps since the call before; none without a new step of all ranks."""
@@ -273,16 +299,7 @@ class RunMetrics(Observer):
         if not now or now[self._rank].step <= self._before.get(self._rank, self._first).step:
             return {}
         before = {rank: self._before.get(rank, self._first) for rank in now}
-        peak = peak_flops(device := self._device.name())
-        if (
-            self._plan.spec.metrics.log == "log"
-            and self._num_forwards >= _COUNTED_FORWARD
-            and not (peak and self.flops)
-        ):
-            reason = (
-                "code of the model is compiled" if not self.flops else f"the peak of {device or 'CPUs'} is not known"
-            )
-            print_once(Problem(code="FSDP-N522", message=f"logs have no MFU: {reason}."))
+        peak = peak_flops(self._device.name())
         size = len(self.machines) // self._plan.mesh.tensor  # ranks of the tensor axis have the same samples
         found = figures_of(before, now, world_size=size, counts=self._counts, flops=self.flops, peak=peak)
         self._before = now
@@ -318,11 +335,11 @@ def exposed_wait(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def log_of_accelerator(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Add the figures to a log on the main process."""
+    """Add the figures to a log."""
 
     def log(values: Mapping[str, Any], step: int | None = None, log_kwargs: Any = None) -> Any:
-        values = run_metrics().with_figures(values, step=step) if accelerator.is_main_process else values
-        return original(values, step=step, log_kwargs=log_kwargs)
+        figures = run_metrics().figures(values, step=step) or {}
+        return original({**figures, **values} if figures else values, step=step, log_kwargs=log_kwargs)
 
     return log(*args, **kwargs)
 
@@ -332,6 +349,7 @@ def log_of_trainer(
 ) -> Any:
     """Add the figures to the logs of a training."""
     state, of_steps = trainer.state, "loss" in logs
-    found = run_metrics().with_figures(logs, step=state.global_step, is_training=of_steps, epoch=state.epoch)
-    logs.update(found)  # a caller may read what the Trainer adds to it
+    figures = run_metrics().figures(logs, step=state.global_step, is_training=of_steps, epoch=state.epoch)
+    for name, value in (figures or {}).items():
+        logs.setdefault(name, value)  # in place: a caller may read what the Trainer adds
     return original(logs, *args, **kwargs)

@@ -57,6 +57,10 @@ class HostClock:
         before, self.phase = self.phase, phase
         return before
 
+    def skip(self) -> None:
+        """Do not count the time since the last phase began, as before a training."""
+        self._begun, self._waited_before, self.phase = time.perf_counter_ns(), self._waited(), "other"
+
     @contextmanager
     def exposed_wait(self) -> Iterator[None]:
         """The stream that computes waits for a collective in the block. On the CPU, the waits are counted anyway."""

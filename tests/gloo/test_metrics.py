@@ -21,7 +21,7 @@ from hf_fsdp_plugin.integrations.failure_watch import watch
 from hf_fsdp_plugin.integrations.run_metrics import run_metrics
 from hf_fsdp_plugin.metrics.job_rows import JobRows
 from hf_fsdp_plugin.metrics.rows import newest_rows
-from hf_fsdp_plugin.metrics.run_file import RUN_FILE
+from hf_fsdp_plugin.metrics.run_file import RUN_FILE, RunFile
 from hf_fsdp_plugin.metrics.stragglers import WINDOW_STEPS, StragglerSearch
 from tests.support.matrices import slow
 from tests.support.ranks import Ranks
@@ -173,6 +173,29 @@ def test_accelerator_log_on_one_rank_has_figures(two_ranks: Ranks, tmp_path: Pat
     assert events[-1]["result"] == "failed: RuntimeError: out of"
 
 
+def train_twice(folder: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """The figures of two trainings with a pause between, the second of which ends the figures by an error."""
+    loop, figures = Loop(folder, fsdp_metrics=True), list[Any]()
+    with messages() as printed:
+        for _ in range(2):
+            list(loop.steps(4))
+            figures.append(run_metrics().figures({}))
+            run_metrics().end("finished")
+            time.sleep(1.0)
+        with patch.object(RunFile, "write", side_effect=ZeroDivisionError("broken")):
+            list(loop.steps(2))
+    assert (run_metrics().clock is None) == (torch.distributed.get_rank() == 0)  # which has the file
+    return figures, printed
+
+
+def test_trainings_have_their_own_figures(two_ranks: Ranks, tmp_path: Path) -> None:
+    (first, second), printed = two_ranks.run(train_twice, str(tmp_path))[0]
+    for figures in (first, second):
+        assert figures["tokens_per_second"] == pytest.approx(2 * 2 * LENGTH / figures["step_seconds"])
+        assert 0 < figures["communication_exposed"] < 1
+    assert [line for line in printed if "ZeroDivisionError: broken" in line]
+
+
 def count_flops(folder: str) -> tuple[float, int]:
     """FLOPs per token that were counted, and the elements of the weights of matrix products."""
     loop = Loop(folder)
@@ -219,7 +242,7 @@ def train_on_device(folder: str, version: int) -> tuple[dict[str, float], dict[s
         run_metrics().search = StragglerSearch(0.2, seconds=0.0)
     with messages() as printed:
         list(loop.steps(4 * WINDOW_STEPS))
-    run_metrics().with_figures({})
+    run_metrics().figures({})
     newest = newest_rows(run_metrics().rows)
     return (asdict(newest[0]), asdict(newest[1]), printed) if search is not None else ({}, {}, [])
 

@@ -14,15 +14,19 @@ import argparse
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from scripts.bench.common import main_of_two_ranks, make_parser
-from scripts.bench.measure.step_overhead import alternate, block, compared, parse_blocks, plugin_loop
+from scripts.bench.measure.step_overhead import alternate, block, compared, make_model, parse_blocks, plugin_loop
 from scripts.bench.tables.update_results import write_result
 
 NUM_STEPS = 2000
+PROFILED = 8
+"""Steps whose exposed communication is compared with the profile of the same steps."""
 
 
 def parse_args() -> argparse.Namespace:
@@ -54,7 +58,7 @@ def clock_seconds(metrics: Any, optimizer: Any, ids: Any, waits_per_step: float)
     def step() -> None:
         with observers().phase("data"):
             pass
-        metrics.before_forward(model, (), {"input_ids": ids})
+        metrics.begin_forward(model, (), {"input_ids": ids})
         with observers().phase("backward"):
             pass
         with observers().phase("clipping"):
@@ -65,6 +69,34 @@ def clock_seconds(metrics: Any, optimizer: Any, ids: Any, waits_per_step: float)
         metrics.step_ended(optimizer)
 
     return processor_seconds(step, NUM_STEPS)
+
+
+def exposed_shares(step: Callable[[], float], rows: Any) -> tuple[float, float]:
+    """Return the share of exposed communication in the same steps by the clock, and by ``hf-fsdp profile``."""
+    import torch.distributed as dist
+
+    from hf_fsdp_plugin.metrics.figures import figures_of
+    from hf_fsdp_plugin.tools.profile.run import profiling
+    from hf_fsdp_plugin.tools.profile.run_profile import ProfileOptions, read_ranks
+
+    rank, before = dist.get_rank(), rows.count
+    with tempfile.TemporaryDirectory() as folder:
+        options = ProfileOptions(folder=folder, wait=1, warmup=1, active=PROFILED, after=0, stops=False)
+        profiling().begin(options)
+        for _ in range(options.last):
+            step()
+        [profile] = [each for each in read_ranks(Path(folder)) if each.rank == rank]
+    begin, end = (rows[before + number - 1] for number in (options.last - PROFILED, options.last))
+    share = figures_of({rank: begin}, {rank: end}, world_size=1)["communication_exposed"]
+    return share, profile.total.exposed / profile.total.seconds
+
+
+def flops_by_hand(args: argparse.Namespace, model: Any) -> float:
+    """Return the FLOPs of a training step per token: those of the matrix products and of the attention."""
+    import torch
+
+    weights = sum(each.weight.numel() for each in model.modules() if isinstance(each, torch.nn.Linear))
+    return 3.0 * (2 * weights + 4 * args.length * args.hidden * args.layers)
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -99,7 +131,9 @@ def measure(args: argparse.Namespace) -> None:
     times, _ = alternate(args, rank, lambda: steps(True), lambda: steps(False))
     metrics.clock, calls.times_waits = clock, True
     per_step = clock_seconds(metrics, metrics.optimizer(), torch.zeros(args.batch, args.length), waits / args.block)
-    per_log = processor_seconds(lambda: metrics.with_figures({"loss": 1.0}), 200)
+    per_log = processor_seconds(lambda: metrics.figures({"loss": 1.0}), 200)
+    exposed = exposed_shares(step, metrics.rows[rank])
+    by_hand = flops_by_hand(args, make_model(args))
     if rank == 0:
         step_seconds = statistics.median(times[1])
         result = {
@@ -109,6 +143,8 @@ def measure(args: argparse.Namespace) -> None:
             "microseconds_per_step": round(1e6 * per_step, 1),
             "microseconds_per_log": round(1e6 * per_log, 1),
             "share": per_step / step_seconds,
+            "exposed_share": {"clock": exposed[0], "profile": exposed[1]},
+            "flops_per_token": {"counted": metrics.flops, "by hand": by_hand},
         }
         write_result("metrics_cost", args.out, result)
     dist.barrier()

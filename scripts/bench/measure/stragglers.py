@@ -130,6 +130,7 @@ class Training:
 
 def spin(cores: set[int], seconds: float) -> None:
     """Use these cores in bursts of random length, at most for a time."""
+    os.setsid()  # Linux divides a core between sessions: in that of a rank, the process would take its time only
     os.sched_setaffinity(0, cores)
     end, source = time.monotonic() + seconds, random.Random(os.getpid())
     while time.monotonic() < end:
@@ -141,6 +142,7 @@ def spin(cores: set[int], seconds: float) -> None:
 
 def hold(core: int) -> None:
     """Use a core without a pause."""
+    os.setsid()
     os.sched_setaffinity(0, {core})
     while True:
         pass
