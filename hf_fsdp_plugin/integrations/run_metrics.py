@@ -30,13 +30,13 @@ from hf_fsdp_plugin.hangs.hang_queries import watch_store
 from hf_fsdp_plugin.integrations.observing import attach
 from hf_fsdp_plugin.integrations.session import current_run
 from hf_fsdp_plugin.messages import print_once
-from hf_fsdp_plugin.metrics.clock import ClockPhase, DeviceClock, HostClock, current_clock
+from hf_fsdp_plugin.metrics.clock import ClockPhase, DeviceClock, HostClock
 from hf_fsdp_plugin.metrics.figures import Slower, figures_of, memory_figures, passes, peak_flops
 from hf_fsdp_plugin.metrics.job_rows import JobRows
 from hf_fsdp_plugin.metrics.rows import Row, Rows, newest_rows, share_rows
 from hf_fsdp_plugin.metrics.run_file import VERSION, RunFile, numbers_in
 from hf_fsdp_plugin.metrics.stragglers import StragglerSearch
-from hf_fsdp_plugin.observers import ObservedPhase, Observer
+from hf_fsdp_plugin.observers import ObservedPhase, Observer, observers
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.state import find_part, process
@@ -114,11 +114,11 @@ class RunMetrics(Observer):
         self.search = StragglerSearch(spec.straggler_percent / 100) if is_searching else None
         calls = record()
         calls.times_waits = True
-        if plan.device_type == "cpu":
-            self.clock = HostClock(lambda: calls.waited_ns, self._write)
-        else:
-            self.clock = DeviceClock(self._device, self._write)
-        current_clock().clock = self.clock
+        self.clock = HostClock(lambda: calls.waited_ns, self._write)
+        if plan.device_type != "cpu":
+            with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError, TypeError):
+                self._device.timed_event()  # not every device type has them
+                self.clock = DeviceClock(self._device, self._write)
         before = model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
         after = model.register_forward_hook(self._after_forward, always_call=True)
         self._ends = [attach(self), before.remove, after.remove]
@@ -133,7 +133,7 @@ class RunMetrics(Observer):
                 self.job.close()
             for rows in self.rows.values():
                 rows.close()
-        self.clock = current_clock().clock = None
+        self.clock = None
         self._file, record().times_waits = None, False
 
     def _write(self, row: Row) -> None:
@@ -202,15 +202,13 @@ class RunMetrics(Observer):
             return
         clock.step_ended()
         if self.job is not None and (self.search is None or self.search.is_due(time.time())):
-            rows = self.job.newest()
-            if self.search is not None:
-                self._report(self.search.add(rows))
+            rows = self.job.newest()  # also sends those of this machine to rank 0
+            if self.search is not None and (slower := self.search.add(rows)) is not None:
+                self._report(slower)
 
     # Rank 0
 
-    def _report(self, slower: Slower | None) -> None:
-        if slower is None:
-            return
+    def _report(self, slower: Slower) -> None:
         machine = self.machines[slower.rank]
         text = f"rank {slower.rank} on {machine} is slower than the others: all ranks wait for it, and a step takes "
         text += f"{slower.by:.0%} longer. Most of it is in the phase {slower.phase}: {slower.seconds:.3g} s per step, "
@@ -312,7 +310,6 @@ run_metrics = process.owns(RunMetrics)
 
 def data(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace the method that returns the next batch of a ``DataLoader``: the observers see it as a phase."""
-    from hf_fsdp_plugin.observers import observers
 
     def call(iterator: Any) -> Any:
         with observers().phase("data"):
@@ -323,12 +320,10 @@ def data(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def exposed_wait(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace a method in which the stream that computes waits for the collectives of a unit: the clock measures it."""
-    current = current_clock()
+    metrics = run_metrics()
 
     def call(unit: Any, *args: Any, **kwargs: Any) -> Any:
-        if current.clock is None:
-            return original(unit, *args, **kwargs)
-        with current.clock.exposed_wait():
+        with contextlib.nullcontext() if metrics.clock is None else metrics.clock.exposed_wait():
             return original(unit, *args, **kwargs)
 
     return call

@@ -16,7 +16,6 @@ from typing import Any, Final, Literal, get_args
 
 from hf_fsdp_plugin.devices import Device
 from hf_fsdp_plugin.metrics.rows import Row
-from hf_fsdp_plugin.state import process
 
 ClockPhase = Literal["data", "forward", "backward", "optimizer", "saving", "other"]
 PHASES: Final[tuple[ClockPhase, ...]] = get_args(ClockPhase)
@@ -140,17 +139,3 @@ class DeviceClock(HostClock):
                 self._seconds[phase] -= waited
                 self._seconds["waiting"] += waited
             self._write(measured.row)
-
-
-class CurrentClock:
-    """The clock of this process.
-
-    Attributes:
-        clock: ``None`` if the run is not measured.
-    """
-
-    def __init__(self) -> None:
-        self.clock: HostClock | None = None
-
-
-current_clock = process.owns(CurrentClock)
