@@ -107,6 +107,26 @@ class Device:
             return self._module.max_memory_allocated()
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux reports KiB (getrusage(2))
 
+    def reserved_memory(self) -> int:
+        """Largest number of bytes that the allocator has reserved so far; 0 on the CPU, or if it is unknown."""
+        with contextlib.suppress(AttributeError, RuntimeError):
+            return 0 if self._is_cpu else int(self._module.max_memory_reserved())
+        return 0
+
+    def name(self) -> str:
+        """Name of the current device, such as ``NVIDIA H200``; empty on the CPU, or if it is unknown."""
+        if self._is_cpu:
+            return ""
+        with contextlib.suppress(AttributeError, RuntimeError):  # not every device type has these properties
+            return str(self._module.get_device_properties(self.current_index()).name)
+        return ""
+
+    def timed_event(self) -> Any:
+        """Return an event of an accelerator, as :meth:`record_event`, whose time can be read when it is complete."""
+        event = self._module.Event(enable_timing=True)
+        event.record()
+        return event
+
     def total_memory(self) -> int | None:
         """Memory of the current device in bytes, on the CPU that of the machine; ``None`` if it is unknown."""
         if self._is_cpu:

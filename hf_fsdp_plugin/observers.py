@@ -20,9 +20,9 @@ VARIABLE: Final = "HF_FSDP_OBSERVERS"
 
 ``install()`` calls them at its end with the spec, and removes the variable. Processes of the script do not attach them.
 """
-ObservedPhase = Literal["backward", "clipping", "checkpoint"]
-"""Parts of a step in code that the runtime replaces. For the others, the hooks of torch suffice: a forward by the hooks
-of the model that :meth:`Observer.model_prepared` gets, the data by the marks of ``DataLoader`` in torch's profiler.
+ObservedPhase = Literal["data", "backward", "clipping", "checkpoint"]
+"""Parts of a step in code that the runtime replaces; ``data`` is a batch of a ``DataLoader``. For forwards, the hooks
+of the model suffice that :meth:`Observer.model_prepared` gets.
 """
 ObservedCall = Literal["wait", "gather", "reduction"]
 """The wait for a collective, and the calls in which an FSDP1 unit gathers parameters and reduces gradients."""
@@ -70,15 +70,20 @@ class Observers:
 
     def __init__(self) -> None:
         self._observers: tuple[Observer, ...] = ()
+        self._of_calls = False  # whether one of them overrides `call`, because there are many calls in a step
 
     def __bool__(self) -> bool:
         return bool(self._observers)
 
     def add(self, observer: Observer) -> None:
-        self._observers += (observer,)
+        self._set((*self._observers, observer))
 
     def remove(self, observer: Observer) -> None:
-        self._observers = tuple(each for each in self._observers if each is not observer)
+        self._set(tuple(each for each in self._observers if each is not observer))
+
+    def _set(self, observers: tuple[Observer, ...]) -> None:
+        self._observers = observers
+        self._of_calls = any(type(each).call is not Observer.call for each in observers)
 
     def notify(self, event: str, *args: Any, **kwargs: Any) -> None:
         """Call the method of each observer that has the name of the event."""
@@ -96,7 +101,7 @@ class Observers:
 
     def call(self, kind: ObservedCall, unit: Any = None) -> AbstractContextManager[Any]:
         """Return the contexts of all observers for a call."""
-        return self._in_contexts("call", kind, unit) if self._observers else nullcontext()
+        return self._in_contexts("call", kind, unit) if self._of_calls else nullcontext()
 
     @contextmanager
     def _in_contexts(self, event: str, *args: Any) -> Iterator[None]:

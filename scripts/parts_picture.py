@@ -28,6 +28,7 @@ _TEXT: Final = {
     "hangs": "who waits for whom",
     "runs": "attempts, failures",
     "observe": "reads the live model",
+    "metrics": "figures of a run",
     "integrations": "Accelerate, Trainer, PEFT",
     "launcher": "hf-fsdp launch",
     "cli": "the command hf-fsdp",

@@ -247,9 +247,12 @@ class CallRecord:
         unit: name of the FSDP unit whose collectives are being called; empty for none.
         main: the thread that trains: its waits are recorded, and its stack is the place of the rank.
         last: position of the newest collective.
+        times_waits: whether waits are timed, also if nothing is recorded.
+        waited_ns: nanoseconds for which this thread has waited in collectives so far.
     """
 
     def __init__(self) -> None:
+        self.waited_ns, self.times_waits = 0, False
         self._words: Any = [0] * (_HEADER.size // 8)
         self.forget()
 
@@ -270,6 +273,10 @@ class CallRecord:
     def follow_thread(self) -> None:
         """Take the calling thread as the one that trains, which is not always the main thread of the process."""
         self.main = get_ident()
+
+    def is_main_thread(self) -> bool:
+        """Whether the calling thread is the one that trains."""
+        return get_ident() == self.main
 
     def beat(self) -> None:
         """Record that the watcher of this rank runs."""
@@ -394,8 +401,9 @@ class CallRecord:
 
     def waited(self) -> None:
         """Record that the wait is over."""
-        if get_ident() == self.main:
+        if get_ident() == self.main and self._words[_WAITING]:
             self._words[_WAITING] = 0
+            self.waited_ns += monotonic_ns() - self._words[_SINCE]
 
     def on_arrival(self, call: str | None) -> None:
         """Record the plugin's own waits for all ranks: a call at its begin, ``None`` at its end."""

@@ -78,7 +78,7 @@ def record_wait(original: Function) -> Function:
 
     def call(work: Any, *args: Any, **kwargs: Any) -> Any:
         with observers().call("wait"):
-            if not calls.is_open:
+            if not (calls.is_open or calls.times_waits):
                 return original(work, *args, **kwargs)
             return _waiting(calls.position_of(work), original, work, *args, **kwargs)
 
@@ -120,7 +120,8 @@ def wait_tensor(original: Function) -> Function:
     def call(tensor: Any) -> Any:
         import torch
 
-        if torch.compiler.is_compiling() or not record().is_open:
+        calls = record()
+        if torch.compiler.is_compiling() or not (calls.is_open or calls.times_waits):
             return original(tensor)
         return _waiting(record().last, original, tensor)
 

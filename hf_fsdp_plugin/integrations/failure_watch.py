@@ -143,9 +143,12 @@ class Watch:
         3. if the diagnosis of hangs has stopped the ranks, exit with its code;
         4. add the cause to the exception, whose traceback Python prints.
         """
+        from hf_fsdp_plugin.integrations.run_metrics import run_metrics
         from hf_fsdp_plugin.integrations.torch_functions import add_remedy  # imports FSDP
 
         add_remedy(error)
+        first = (str(error).splitlines() or [""])[0]
+        run_metrics().end(f"failed: {type(error).__name__}: {first}")
         own = self.armed
         if own is None or self._failed is error:
             return

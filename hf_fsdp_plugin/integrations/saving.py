@@ -31,6 +31,7 @@ from hf_fsdp_plugin.checkpoint.names import HF_MODEL, MANIFEST_NAME
 from hf_fsdp_plugin.checkpoint.saved_state import ModelShards, model_shards, shards_below
 from hf_fsdp_plugin.checkpoint.writing.manager import CheckpointManager
 from hf_fsdp_plugin.checkpoint.writing.state_files import gathered_state, manifest_of
+from hf_fsdp_plugin.integrations.run_metrics import run_metrics
 from hf_fsdp_plugin.integrations.session import attributes_in_block, session
 from hf_fsdp_plugin.observe.first_step import warn_added
 from hf_fsdp_plugin.plan.names import below, unwrapped
@@ -41,7 +42,9 @@ _HF_WEIGHTS: Final = re.compile(rf"{HF_MODEL}(-\d{{5}}-of-\d{{5}})?\.safetensors
 
 
 def _create_manager() -> CheckpointManager:
-    return CheckpointManager(in_flight_file=lambda: session().in_flight_file, check_model=warn_added)
+    return CheckpointManager(
+        in_flight_file=lambda: session().in_flight_file, check_model=warn_added, on_saved=run_metrics().saved
+    )
 
 
 manager = process.owns(_create_manager)

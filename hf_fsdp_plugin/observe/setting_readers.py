@@ -226,6 +226,8 @@ READERS: Final[Mapping[str, ValueReader]] = {
     "checkpoint.verify": lambda run: unobserved("only a resume uses this setting; the model does not record it"),
     "checkpoint.storage": _recorded("storage", "no checkpoint was saved to a storage"),
     "checkpoint.save_on_signal": lambda run: unobserved("it takes effect when a signal arrives"),
+    "metrics.log": lambda run: unobserved("the model does not record it"),
+    "metrics.straggler_percent": lambda run: unobserved("the model does not record it"),
     "activation.native": read_native,
     "activation.offload": read_activation_offload,
     "loading.ram_efficient": read_ram_efficient,

@@ -22,6 +22,7 @@ BackwardPrefetch = Literal["pre", "post", "none"]
 ContextExchange = Literal["allgather", "alltoall"]
 StateDictKind = Literal["full", "sharded", "local"]
 SaveOnSignal = Literal["none", "usr1", "term", "both"]
+MetricsPlace = Literal["none", "file", "log"]
 Fp8Backend = Literal["auto", "ao", "te", "msamp"]
 Checkpointing = Literal["none", "full", "selective"]
 
@@ -125,6 +126,12 @@ class CheckpointSection:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MetricsSection:
+    log: MetricsPlace = "file"
+    straggler_percent: int = 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationSection:
     """``native`` is true if ``gradient_checkpointing`` of Transformers is used instead of FSDP's checkpointing."""
 
@@ -194,6 +201,7 @@ class FsdpSpec:
     fp8: Fp8Section = field(default_factory=Fp8Section)
     prefetch: PrefetchSection = field(default_factory=PrefetchSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    metrics: MetricsSection = field(default_factory=MetricsSection)
     activation: ActivationSection = field(default_factory=ActivationSection)
     loading: LoadingSection = field(default_factory=LoadingSection)
     params: ParamsSection = field(default_factory=ParamsSection)

@@ -42,6 +42,7 @@ OTHERS = (
     "hangs",
     "runs",
     "observe",
+    "metrics",
     "integrations",
     "launcher",
     "cli",

@@ -78,14 +78,16 @@ class CheckpointManager:
         self,
         in_flight_file: Callable[[], Path | None] = lambda: None,
         check_model: Callable[[nn.Module], None] = lambda _: None,
+        on_saved: Callable[[Save], None] = lambda _: None,
     ) -> None:
         """Create a manager.
 
         Args:
             in_flight_file: returns the path of a file that exists while a save is in flight; ``None`` for none.
             check_model: called with each model before it is saved.
+            on_saved: called with each checkpoint that is complete, in the thread that trains.
         """
-        self._in_flight_file, self._check_model = in_flight_file, check_model
+        self._in_flight_file, self._check_model, self._on_saved = in_flight_file, check_model, on_saved
         self.writer = PartWriter()
         self.save_in_flight: Save | None = None
         self.saved_kinds: WeakKeyDictionary[nn.Module, set[StateDictKind]] = WeakKeyDictionary()
@@ -121,11 +123,12 @@ class CheckpointManager:
             storage: URL of the storage in which the checkpoint is committed, in the background; empty for ``final``.
             after: rank 0 calls it after the commit.
         """
+        begun = time.monotonic()
         self.wait()  # for the save in flight
         staging = StagingFolder(final.absolute(), into=into, linked=linked)
         if storage:
             staging, self.storage_url = StoredStaging(final.absolute(), *self.use_storage(storage)), storage
-        save = Save(staging, self, asynchronous=asynchronous)
+        save = Save(staging, self, asynchronous=asynchronous, begun=begun)
         staging.create()  # rank 0 creates an empty folder beside the checkpoint, and all ranks see it
         outer, self._open = self._open, save  # another save may be opened and finished in the block
         try:
@@ -137,6 +140,7 @@ class CheckpointManager:
                 save.discard()
                 return
             contents = replace(manifest(), asynchronous=save.asynchronous)
+            save.step = contents.step
             if not (asynchronous or storage):
                 save.finish(contents, after)  # each rank: its record; rank 0: the manifest, syncs, and the rename
         except Exception:
@@ -151,6 +155,9 @@ class CheckpointManager:
             save.start(contents, after)  # in a thread: copy, write the copies, then the steps of finish
             if self.copies_at_once or not save.has_optimizers or save.changes_weights_between_steps:
                 save.copies.wait_in_stream()
+        save.stall = time.monotonic() - begun
+        if not (asynchronous or storage or into):
+            self._on_saved(save)
 
     def use_storage(self, url: str) -> tuple[Storage, str]:
         """Return the storage of a URL, which only this run writes from now on, and the token of the run.
@@ -282,8 +289,11 @@ class CheckpointManager:
             done = self.save_in_flight is None or self.save_in_flight.poll(self._cpu_group())
         finally:
             if done:
-                self.has_lost_save = self.save_in_flight is not None and self.save_in_flight.has_failed
+                save = self.save_in_flight
+                self.has_lost_save = save is not None and save.has_failed
                 self._retire()
+                if save is not None and not save.has_failed:
+                    self._on_saved(save)
         return done
 
     def _retire(self) -> None:
@@ -326,10 +336,16 @@ class Save:
             an asynchronous save is written at once, and only the commit is in the background.
         world_size: number of ranks that write.
         has_failed: whether :meth:`poll` has found that a rank could not write its part.
+        begun: when the save was called, in seconds of the monotonic clock.
+        stall: seconds until the call has returned.
+        step: optimizer steps before it; ``None`` if they are unknown.
     """
 
-    def __init__(self, staging: StagingFolder, manager: CheckpointManager, *, asynchronous: bool) -> None:
-        self.staging = staging
+    def __init__(
+        self, staging: StagingFolder, manager: CheckpointManager, *, asynchronous: bool, begun: float = 0.0
+    ) -> None:
+        self.staging, self.begun, self.stall = staging, begun, 0.0
+        self.step: int | None = None
         self.final, self.folder = self.staging.final, self.staging.folder
         self.models: set[int] = set()
         self.has_optimizers = self.changes_weights_between_steps = False

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -29,6 +30,7 @@ from hf_fsdp_plugin.integrations.accelerate.accelerator import adopt_models
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, if_planned, planned_plugin
 from hf_fsdp_plugin.integrations.accelerate.steps_after_restart import notice_accumulation
 from hf_fsdp_plugin.integrations.failure_watch import watch
+from hf_fsdp_plugin.integrations.run_metrics import run_metrics
 from hf_fsdp_plugin.messages import print_warnings
 from hf_fsdp_plugin.observe.first_step import check_added
 from hf_fsdp_plugin.observers import observers
@@ -193,6 +195,8 @@ def shard_model(
         watch().follow_thread()
         call_hooks.name_units(sharded)
         observers().notify("model_prepared", accelerator, sharded, plan, is_trained=is_trained)
+        if is_first and is_trained:
+            run_metrics().follow(sharded, plan, partial(run_report.report_folder, accelerator))
         if compiler is not None:
             # torch.compile breaks graphs at a module's FSDP hooks, so the sharded module is compiled again.
             compile_call(sharded, compiler)

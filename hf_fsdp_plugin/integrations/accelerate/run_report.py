@@ -19,6 +19,7 @@ from hf_fsdp_plugin.checkpoint.names import REPORT_NAME
 from hf_fsdp_plugin.hangs.calls import record
 from hf_fsdp_plugin.integrations.accelerate import private
 from hf_fsdp_plugin.integrations.accelerate.loader_batch import loader_batch
+from hf_fsdp_plugin.integrations.run_metrics import run_metrics
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import current_run, session
 from hf_fsdp_plugin.messages import print_once
@@ -133,6 +134,7 @@ def report_run(
             )
         return
     manager().wait()
+    run_metrics().end("finished")
     if reporter is not None:
         reporter.add_reported(accelerator)
     try:
@@ -140,10 +142,7 @@ def report_run(
     except Exception as error:
         print_once(f"no report: {type(error).__name__}: {error}. The run itself is not affected.")
         return
-    if not output_dir and (of_trainer := find_part(accelerator, OutputFolder)) is not None:
-        output_dir = of_trainer.path
-    folder = output_dir or accelerator.project_dir or "."
-    path = Path(session().report or folder)
+    path = Path(session().report or report_folder(accelerator, output_dir))
     if path.is_dir() or not session().report:
         path /= REPORT_NAME
     try:
@@ -158,6 +157,13 @@ def report_run(
     finally:
         # Any rank may read the file after this barrier. A failed rank must not leave the others waiting.
         dist.barrier()
+
+
+def report_folder(accelerator: Any, output_dir: str | None = None) -> str:
+    """Return the folder in which the report is written, without the option of a path for it."""
+    if not output_dir and (of_trainer := find_part(accelerator, OutputFolder)) is not None:
+        output_dir = of_trainer.path
+    return output_dir or accelerator.project_dir or "."
 
 
 def report_accelerator(accelerator: Any, *, batch: BatchShape | None = None, checkpoint: Path | None = None) -> Report:

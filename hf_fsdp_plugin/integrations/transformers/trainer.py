@@ -34,6 +34,7 @@ from hf_fsdp_plugin.integrations.accelerate import run_report
 from hf_fsdp_plugin.integrations.accelerate.accelerator import is_left_to_transformers
 from hf_fsdp_plugin.integrations.accelerate.plugin import if_planned, if_sharded, planned_plugin
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
+from hf_fsdp_plugin.integrations.run_metrics import run_metrics
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import attributes_in_block, current_run, session
 from hf_fsdp_plugin.integrations.transformers import private
@@ -128,6 +129,7 @@ class StartChecks(TrainerCallback):
         self._trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        run_metrics().start(Path(args.output_dir), step=state.global_step, max_steps=state.max_steps)
         watch_loss(self._trainer, model)
         self._check_weight_decay(args, model)
 

@@ -32,6 +32,7 @@ _TORCH_FILES: Final = (
     "context_parallel",
     "elastic",
     "fake_ranks",
+    "flops",
     "fsdp1",
     "fsdp2",
     "functions",

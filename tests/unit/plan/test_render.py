@@ -32,6 +32,7 @@ LlamaForCausalLM · 23.7 k parameters · FSDP2 on 4 cpu ranks
   precision   param unchanged · reduce fp32 · output unchanged · buffer unchanged · fp32_modules -
   prefetch    backward none · forward false · limit_all_gathers true
   checkpoint  state_dict sharded · asynchronous false · verify true · storage - · save_on_signal usr1
+  metrics     log file · straggler_percent 20
   activation  checkpointing none · offload false · native false
   loading     ram_efficient false · sync_module_states true
   params      use_orig true

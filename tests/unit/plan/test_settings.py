@@ -140,4 +140,6 @@ def test_plan_copies_only_listed_settings_from_the_spec() -> None:
         "checkpoint.save_on_signal",
         "checkpoint.storage",
         "checkpoint.verify",
+        "metrics.log",
+        "metrics.straggler_percent",
     }
