@@ -15,8 +15,6 @@ ACCELERATE_RUN: Final = "checkpoints"
 
 REPORT_NAME: Final = "fsdp_report.json"
 """The report in the folder of a run."""
-RUN_EVENTS: Final = "fsdp_run.jsonl"
-"""The events of a run in its folder: one JSON object per line."""
 MANIFEST_NAME: Final = "fsdp_manifest.json"
 BLOCK_FILE: Final = "fsdp_manifest.hashes"
 """The hashes of a large checkpoint of an earlier version. It is ignored."""

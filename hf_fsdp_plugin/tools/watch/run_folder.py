@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from hf_fsdp_plugin.checkpoint import names as file_names
-from hf_fsdp_plugin.checkpoint.checking.inspection import why_incomplete
-from hf_fsdp_plugin.checkpoint.checking.trainer_checkpoint import check_trainer_state
+from hf_fsdp_plugin.checkpoint.checking.inspection import check_trainer_state, why_incomplete
 from hf_fsdp_plugin.checkpoint.file_io import object_in
+from hf_fsdp_plugin.metrics.run_file import RUN_FILE
 from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.tools.inspect.summary import checkpoints_of_run
 from hf_fsdp_plugin.tools.watch.events import EventFile, RunEvents
@@ -59,7 +59,7 @@ class RunFolder:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._events = EventFile(folder / file_names.RUN_EVENTS)
+        self._events = EventFile(folder / RUN_FILE)
         self._complete: set[Path] = set()
 
     def read(self) -> Run:
@@ -69,7 +69,7 @@ class RunFolder:
             CheckpointError: the file of events cannot be read.
         """
         paths, events = checkpoints_of_run(self._folder), self._events.read()
-        source: str | None = file_names.RUN_EVENTS
+        source: str | None = RUN_FILE
         max_steps: int | None = None
         if events is None:
             events, source, max_steps = _trainer_history(self._folder, paths)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from hf_fsdp_plugin.cli.output import Color, colored
-from hf_fsdp_plugin.text import fit_table, format_memory, format_table, printable, shorten, truncate_lines, wrap_words
+from hf_fsdp_plugin.text import format_memory, format_table, printable, shorten, truncate_lines, wrap_words
 from hf_fsdp_plugin.tools.plan.estimate.types import KIND_NAMES
 from hf_fsdp_plugin.tools.watch import figures
 from hf_fsdp_plugin.tools.watch.figures import Figure
@@ -131,5 +131,5 @@ def _checkpoints(run: Run, width: int) -> str:
     if not run.checkpoints:
         return ""
     rows = [figures.CHECKPOINT_HEAD, *map(figures.checkpoint_cells, run.checkpoints[:_MAX_LINES])]
-    head, *lines = fit_table(rows, width).split("\n")
+    head, *lines = format_table(rows, width=width).split("\n")
     return "\n".join([colored(head, "bold"), *lines])
