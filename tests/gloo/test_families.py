@@ -91,7 +91,12 @@ class Case:
     expected: dict[str, Any]
 
 
-PARAMETERS = [pytest.param(pair.values, marks=pair.marks) for pair in alternating(FAMILIES)]
+LIKE_OTHERS = ("bert-mlm", "gpt-j", "llama-base", "mistral", "clip-text", "qwen3")
+"""Families whose modules differ little from those of another one. Their cases are all slow."""
+PARAMETERS = [
+    pytest.param(pair.values, marks=pytest.mark.slow if pair.values[0] in LIKE_OTHERS else pair.marks)
+    for pair in alternating(FAMILIES)
+]
 
 
 def prepared(family: str, config: dict[str, Any], make_optimizer: Any) -> tuple[Any, nn.Module, Any]:
