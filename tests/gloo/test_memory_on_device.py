@@ -26,6 +26,8 @@ LONG = (
     f"version=1,strategy=no_shard,offload_params=1,precision=bf16,{SMALL}",
     f"version=2,strategy=no_shard,offload_params=1,{SMALL}",
     f"version=2,checkpointing=1,offload_activations=1,{SMALL}",
+    f"version=1,offload_optimizer=1,precision=bf16,{SMALL}",
+    "version=2,offload_optimizer=1,loop=foreach,hidden=1024,inter=4096,vocab=16000,seq=64,batch=1,attention=eager",
     f"version=1,accumulation=2,{SMALL}",
     f"version=2,strategy=hybrid_shard,ranks=4,accumulation=3,late=1,{SMALL}",
     f"version=2,strategy=hybrid_shard,ranks=4,accumulation=3,late=1,precision=bf16,{SMALL}",

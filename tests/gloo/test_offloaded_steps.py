@@ -51,6 +51,10 @@ def two_groups(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-3, **options)
 
 
+def fused_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)
+
+
 def adafactor(model: nn.Module) -> torch.optim.Optimizer:
     return Adafactor(model.parameters(), lr=1e-3, relative_step=False, beta1=0.9)
 
@@ -71,6 +75,7 @@ CASES: dict[str, tuple[OptimizerOf, dict[str, Any]]] = {
     "foreach": (partial(two_groups, foreach=True, amsgrad=True), {"accumulation": 2}),
     "fused": (partial(two_groups, fused=True), {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}),
     "sgd": (sgd, {}),
+    "fused sgd": (fused_sgd, {}),  # a step on plain tensors
     "flat parameters": (adamw, {"fsdp_use_orig_params": False}),
     "adafactor": (adafactor, {}),
     "fp16": (partial(two_groups, fused=True), {"mixed_precision": "fp16"}),
@@ -80,7 +85,7 @@ CASES: dict[str, tuple[OptimizerOf, dict[str, Any]]] = {
 @pytest.mark.parametrize("version, case", [
     (1, "flat parameters"), (2, "foreach"), *(slow(version, case) for version, case in [
         (1, "groups"), (1, "foreach"), (1, "fused"), (1, "sgd"), (2, "groups"), (2, "fused"), (2, "sgd"),
-        (2, "adafactor"), (2, "fp16"), (1, "fp16"),
+        (2, "adafactor"), (2, "fused sgd"), (2, "fp16"), (1, "fp16"),
     ]),
 ])  # fmt: skip
 def test_offload_does_not_change_training(two_accelerator_ranks: Ranks, version: int, case: str) -> None:
