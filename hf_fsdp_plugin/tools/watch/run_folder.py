@@ -120,7 +120,6 @@ def _trainer_history(folder: Path, checkpoints: list[Path]) -> tuple[RunEvents, 
     if not found:
         return events, None, None
     step, path, newest = max(found, key=lambda each: each[0])
-    for entry in newest.get("log_history", ()):
+    for entry in (*newest.get("log_history", ()), {"step": step}):
         events.add({**entry, "event": "log"} if isinstance(entry, dict) else {})
-    events.step = step
     return events, path.relative_to(folder).as_posix(), newest.get("max_steps")

@@ -89,17 +89,10 @@ def run_tree(found: Run) -> dict[str, Any]:
     ]
     return {
         "run": str(found.folder),
-        "state": found.state,
-        "result": events.result,
-        "source": found.source,
-        "step": events.step,
-        "max_steps": found.max_steps,
+        **{name: getattr(found, name) for name in ("state", "source", "max_steps", "checkpoints")},
+        **{name: getattr(events, name) for name in ("result", "step", "start", "restarts", "stragglers")},
         "seconds_since_event": found.seconds,
-        "start": events.start,
         "history": history,
-        "checkpoints": list(found.checkpoints),
-        "restarts": events.restarts,
-        "stragglers": events.stragglers,
         "report": found.report or None,
         "damaged_lines": events.damaged,
     }

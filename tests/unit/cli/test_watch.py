@@ -167,6 +167,15 @@ def test_run_without_events_is_read_from_trainer_state(watch_json, tmp_path):
     assert [row["complete"] for row in tree["checkpoints"]] == [False, False]  # the sizes are not those of the manifest
 
 
+def test_numbers_of_a_trainer_state_are_checked(hf_fsdp, watch_json, tmp_path):
+    history = '[{"step": 5, "loss": 1e999, "grad_norm": true}, 3, {"loss": 2}, {"step": -1e3}]'
+    state = f'{{"global_step": 1{"0" * 400}, "max_steps": 2{"0" * 400}, "log_history": {history}}}'
+    (tmp_path / "trainer_state.json").write_text(state)
+    _, tree = watch_json(tmp_path)
+    assert (tree["step"], tree["history"], tree["damaged_lines"]) == (5, [{"step": 5, "loss": None}], 4)
+    assert hf_fsdp("watch", tmp_path)[0] == hf_fsdp("watch", tmp_path, "--html", tmp_path / "page.html")[0] == 0
+
+
 def test_folder_without_files_of_a_run_is_refused(hf_fsdp, tmp_path):
     code, out, err = hf_fsdp("watch", tmp_path, "--once")
     assert code == 1 and out == "" and "FSDP-E496" in err
