@@ -141,8 +141,7 @@ def spin(cores: set[int], seconds: float) -> None:
 
 
 def hold(core: int) -> None:
-    """Use a core without a pause."""
-    os.setsid()
+    """Use a core without a pause, in the session of a rank, so that Linux divides the rank's share of the core."""
     os.sched_setaffinity(0, {core})
     while True:
         pass
