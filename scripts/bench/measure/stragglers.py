@@ -141,8 +141,7 @@ def spin(cores: set[int], seconds: float) -> None:
 
 
 def hold(core: int) -> None:
-    """Use a core without a pause."""
-    os.setsid()
+    """Use a core without a pause, in the session of a rank, so that Linux divides the rank's share of the core."""
     os.sched_setaffinity(0, {core})
     while True:
         pass
@@ -252,8 +251,8 @@ def measure(args: argparse.Namespace) -> None:
         end = time.monotonic() + seconds
         return lambda: time.monotonic() > end
 
-    training.run(after(10))
-    usual, rows = training.run(after(10)), list[dict[str, Any]]()
+    training.run(after(args.window))
+    usual, rows = training.run(after(args.window)), list[dict[str, Any]]()
     usual = float(_of_rank_0(usual))
     if rank == 0:
         print(f"a step takes {usual:.3f} s", flush=True)
