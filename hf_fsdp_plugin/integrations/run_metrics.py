@@ -127,7 +127,9 @@ class RunMetrics(Observer):
         """Stop measuring."""
         for end in self._ends:
             end()
-        self._ends, self._has_started = [], False
+        if self._counter is not None:
+            self._counter[0].__exit__(None, None, None)
+        self._ends, self._has_started, self._counter = [], False, None
         if self.clock is not None:
             if self.job is not None:
                 self.job.close()
@@ -162,6 +164,7 @@ class RunMetrics(Observer):
             self._counter = FlopCount(), number
             self._counter[0].__enter__()
 
+    @_ends_figures
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._counter is not None:
             (counter, number), self._counter = self._counter, None
@@ -192,6 +195,7 @@ class RunMetrics(Observer):
         finally:
             clock.enter("optimizer" if name == "backward" != before else before)
 
+    @_ends_figures
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         clock = self.clock
         if clock is None or not self._has_started:
