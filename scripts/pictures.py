@@ -137,11 +137,11 @@ class Picture:
 
 
 PICTURES: Final = {
-    "plan": Picture(draw=_plan, height=1090, code=(*_PAGES, f"{_PACKAGE}/tools/plan/page.py")),
+    "plan": Picture(draw=_plan, height=1066, code=(*_PAGES, f"{_PACKAGE}/tools/plan/page.py")),
     "profile": Picture(draw=_profile, code=(f"{_PACKAGE}/tools/profile/verb.py",)),
     "run": Picture(
         draw=_watched,
-        height=900,
+        height=830,
         code=(*_PAGES, *(f"{_PACKAGE}/tools/watch/{name}" for name in ("run.html", "page.py", "figures.py"))),
     ),
     "hang": Picture(draw=_hang, code=(f"{_PACKAGE}/hangs/hang_texts.py",)),
