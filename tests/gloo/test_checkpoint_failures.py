@@ -22,9 +22,11 @@ from accelerate.utils import ProjectConfiguration
 from transformers import TrainerCallback
 
 from hf_fsdp_plugin.checkpoint.checking.inspection import why_incomplete
+from hf_fsdp_plugin.checkpoint.names import REPORT_NAME
 from hf_fsdp_plugin.checkpoint.writing.file_parts import PartWriter
 from hf_fsdp_plugin.integrations import saving
 from hf_fsdp_plugin.integrations.saving import manager
+from hf_fsdp_plugin.metrics.run_file import RUN_FILE
 from hf_fsdp_plugin.tools.verify.verification import verify
 from scripts.bench.ranks import forked as forked_ranks
 from tests.support.checkpoint_accelerate_runs import trained_loop
@@ -34,6 +36,9 @@ from tests.support.resume_runs import StopAt
 from tests.support.trainer_runs import make_trainer
 
 USER_EXIT_CODE = 7
+
+OF_RUN = (REPORT_NAME, RUN_FILE)
+"""Files of a run beside its checkpoints."""
 
 LEFT_FREE = 40 << 10
 """Bytes left free on a full disk; a checkpoint of the tiny model needs ten times as many."""
@@ -133,7 +138,7 @@ def run_forked(rank_forker: Pool, case: Any, *args: Any) -> Any:
 
 def assert_only(run: Path, *names: str) -> None:
     """The run contains these complete checkpoints, and nothing else of a save."""
-    left = {path.name for path in run.iterdir() if path.name != "fsdp_report.json"}
+    left = {path.name for path in run.iterdir() if path.name not in OF_RUN}
     assert left == set(names)
     for name in names:
         assert verify(run / name).problems == ()
@@ -164,7 +169,7 @@ def test_killed_ranks_and_full_disks_lose_no_checkpoint(tmp_path: Path) -> None:
 
 
 def listing(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if path.name not in OF_RUN)
 
 
 def train_with_fault(output_dir: str, inject: Callable[[Any], None], **arguments: Any) -> dict[str, Any]:
@@ -427,7 +432,7 @@ def test_interrupted_commit_is_recovered_before_resuming(two_ranks: Ranks, tmp_p
     (tmp_path / "checkpoint-4").rename(tmp_path / ".checkpoint-4.replaced")
     (tmp_path / ".checkpoint-6.saving" / "checkpoint-6").mkdir(parents=True)
     assert two_ranks.run(start_of_resume, str(tmp_path), **arguments) == [4, 4]
-    assert listing(tmp_path) == ["checkpoint-2", "checkpoint-4", "fsdp_report.json"]
+    assert listing(tmp_path) == ["checkpoint-2", "checkpoint-4"]
 
 
 def train_slowly_written(rank: int, report: Callable[..., None], output_dir: str, handler: bool, settings: Any) -> None:
