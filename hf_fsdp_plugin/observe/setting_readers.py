@@ -1,6 +1,6 @@
 """Reads each setting from the live model and compares it with the requested value.
 
-The readers of checkpoints, activations, loading and the launch are here, the others in ``settings_of_units``.
+The readers of checkpoints, activations, loading and the launch are here, the others in ``unit_setting_readers``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Final
 from hf_fsdp_plugin.backends.sharding.activation_checkpointing import checkpoints_itself
 from hf_fsdp_plugin.contracts import ContractError
 from hf_fsdp_plugin.devices import accelerator_type
-from hf_fsdp_plugin.observe import settings_of_units
+from hf_fsdp_plugin.observe import unit_setting_readers
 from hf_fsdp_plugin.observe.observed_run import ObservedRun, ObservedValue, common_value, differing, unobserved
 from hf_fsdp_plugin.observe.units import checkpoints_natively
 from hf_fsdp_plugin.observe.weights import WeightComparison
@@ -125,14 +125,14 @@ def read_num_machines(run: ObservedRun) -> ObservedValue:
 def read_mixed_precision(run: ObservedRun) -> ObservedValue:
     if run.plan.spec.uses_fp8:
         value = "fp8" if any(unit.fp8_modules for unit in run.units) else "no"
-        return replace(settings_of_units.read_fp8_backend(run), value=value)
+        return replace(unit_setting_readers.read_fp8_backend(run), value=value)
     asked, param = str(run.plan.spec.launch.mixed_precision).lower(), run.plan.spec.precision.param
     if (asked in ("bf16", "fp16") or param in ("bf16", "fp16")) and param != asked:
         return unobserved(f"overridden by precision.param={param}")
     if not run.units_with_params:
         return unobserved("no parameter belongs to a unit")
     value = common_value(unit.param_dtype for unit in run.units_in_policy_dtype)
-    if reason := settings_of_units.unplanned_cast(run):
+    if reason := unit_setting_readers.unplanned_cast(run):
         return differing(value, reason)
     casts = any(unit.live.casts for unit in run.units_with_params)
     return ObservedValue(value if casts and value != "fp32" else "no")
@@ -191,34 +191,34 @@ def _switch_of_fsdp1(attribute: str, fsdp2: str) -> ValueReader:
 
 _ALWAYS_SHOWN: Final[dict[str, ValueReader]] = {
     "fsdp.version": lambda run: ObservedValue(common_value(unit.live.version for unit in run.units)),
-    "sharding.strategy": settings_of_units.read_strategy,
-    "mesh.shard": settings_of_units.read_mesh_shard,
-    "mesh.replicate": settings_of_units.read_mesh_replicate,
-    "mesh.context": lambda run: ObservedValue(settings_of_units.axis_size(run, "context")),
-    "mesh.tensor": lambda run: ObservedValue(settings_of_units.axis_size(run, "tensor")),
-    "mesh.expert": lambda run: ObservedValue(settings_of_units.axis_size(run, "expert")),
-    "wrap.policy": settings_of_units.read_wrap_policy,
-    "offload.params": settings_of_units.read_offload,
-    "precision.param": settings_of_units.read_param_dtype,
-    "precision.reduce": settings_of_units.read_reduce_dtype,
-    "prefetch.backward": settings_of_units.read_backward_prefetch,
-    "prefetch.forward": settings_of_units.read_forward_prefetch,
+    "sharding.strategy": unit_setting_readers.read_strategy,
+    "mesh.shard": unit_setting_readers.read_mesh_shard,
+    "mesh.replicate": unit_setting_readers.read_mesh_replicate,
+    "mesh.context": lambda run: ObservedValue(unit_setting_readers.axis_size(run, "context")),
+    "mesh.tensor": lambda run: ObservedValue(unit_setting_readers.axis_size(run, "tensor")),
+    "mesh.expert": lambda run: ObservedValue(unit_setting_readers.axis_size(run, "expert")),
+    "wrap.policy": unit_setting_readers.read_wrap_policy,
+    "offload.params": unit_setting_readers.read_offload,
+    "precision.param": unit_setting_readers.read_param_dtype,
+    "precision.reduce": unit_setting_readers.read_reduce_dtype,
+    "prefetch.backward": unit_setting_readers.read_backward_prefetch,
+    "prefetch.forward": unit_setting_readers.read_forward_prefetch,
     "activation.checkpointing": read_checkpointing,
 }
 """Settings that determine the memory, the speed or the numerics of the run: the report contains them in any case."""
 
 READERS: Final[Mapping[str, ValueReader]] = {
     **_ALWAYS_SHOWN,
-    "sharding.reduce_replicas_at_last_micro_batch": settings_of_units.read_late_reduction,
-    "wrap.classes": settings_of_units.read_wrap_classes,
-    "wrap.min_num_params": settings_of_units.read_min_num_params,
-    "wrap.ignored_modules": settings_of_units.read_ignored_modules,
-    "mesh.context_exchange": settings_of_units.read_context_exchange,
-    "offload.optimizer": settings_of_units.read_offload_optimizer,
-    "offload.pin_memory": settings_of_units.read_pin_memory,
-    "precision.fp32_modules": settings_of_units.read_fp32_modules,
-    "precision.output": settings_of_units.read_output_dtype,
-    "precision.buffer": settings_of_units.read_buffer_dtype,
+    "sharding.reduce_replicas_at_last_micro_batch": unit_setting_readers.read_late_reduction,
+    "wrap.classes": unit_setting_readers.read_wrap_classes,
+    "wrap.min_num_params": unit_setting_readers.read_min_num_params,
+    "wrap.ignored_modules": unit_setting_readers.read_ignored_modules,
+    "mesh.context_exchange": unit_setting_readers.read_context_exchange,
+    "offload.optimizer": unit_setting_readers.read_offload_optimizer,
+    "offload.pin_memory": unit_setting_readers.read_pin_memory,
+    "precision.fp32_modules": unit_setting_readers.read_fp32_modules,
+    "precision.output": unit_setting_readers.read_output_dtype,
+    "precision.buffer": unit_setting_readers.read_buffer_dtype,
     "prefetch.limit_all_gathers": _switch_of_fsdp1("limit_all_gathers", "FSDP2 always limits all-gathers"),
     "params.use_orig": _switch_of_fsdp1("use_orig", "FSDP2 always keeps the original parameters"),
     "checkpoint.state_dict": read_state_dict,
@@ -232,9 +232,9 @@ READERS: Final[Mapping[str, ValueReader]] = {
     "activation.offload": read_activation_offload,
     "loading.ram_efficient": read_ram_efficient,
     "loading.sync_module_states": lambda run: read_loading(run, planned=run.plan.sync_module_states),
-    "fp8.backend": settings_of_units.read_fp8_backend,
-    "fp8.all_gather": settings_of_units.read_fp8_all_gather,
-    "fp8.pad_inner_dim": settings_of_units.read_fp8_padding,
+    "fp8.backend": unit_setting_readers.read_fp8_backend,
+    "fp8.all_gather": unit_setting_readers.read_fp8_all_gather,
+    "fp8.pad_inner_dim": unit_setting_readers.read_fp8_padding,
     "fp8.te_options": lambda run: unobserved("the layers of Transformer Engine do not store its recipe"),
     "launch.num_processes": lambda run: ObservedValue(run.world_size),
     "launch.num_machines": read_num_machines,
@@ -285,7 +285,7 @@ def observe_settings(run: ObservedRun) -> list[Mapping[str, Any]]:
                 reasons = (error.reason for unit in run.units for error in unit.live.unknown())
                 found = unobserved(next(reasons, "no unit has parameters"))
         only_evaluated = not (run.model.training or run.first_step.num_steps)
-        if only_evaluated and name in _DTYPES and (cast := settings_of_units.stored_cast(run)):
+        if only_evaluated and name in _DTYPES and (cast := unit_setting_readers.stored_cast(run)):
             found = replace(found, reason=f"{cast}, of a model that is only evaluated", matches=True)
         if plan.pre_sharded and not spec.asked(name) and not found.unobservable:
             found = replace(found, reason=found.reason or "set by the script when it wrapped the model", matches=True)

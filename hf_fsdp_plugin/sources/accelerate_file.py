@@ -1,4 +1,4 @@
-"""Reads the config: Accelerate's file, only its ``fsdp_config`` section, a training script's config file, or a dict.
+"""Reads the config: a file of Accelerate, an ``fsdp_config`` section alone, a training script's config file, or a dict.
 
 Configs of other programs are read by ``tools.convert.dialects``, which only commands import. Here, they are refused.
 """

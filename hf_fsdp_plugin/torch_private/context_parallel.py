@@ -1,4 +1,4 @@
-"""Context parallelism on CPU ranks: torch's ring attention has handlers for the attention operators of GPUs only.
+"""Adds handlers for the attention operators of the CPU to torch's ring attention, which has only those of GPUs.
 
 ``torch.distributed.tensor.experimental.context_parallel`` replaces ``scaled_dot_product_attention``. Its inputs become
 ``DTensor`` objects that are sharded over the sequence, and torch calls a handler for the operator that it chooses for

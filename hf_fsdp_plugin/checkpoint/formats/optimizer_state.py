@@ -11,8 +11,8 @@ belongs to the elements of one shard, such as the codes and scales of 8-bit opti
 these elements, as in ``absmax1@0+2048``, and only a rank with the same elements can load it. A tensor subclass
 (torchao's quantized state) is stored as its inner tensors: ``exp_avg.codes@0+2048``.
 
-To support state with another layout, add it here, and its case in ``checkpoint/saved_state.py`` (writing),
-``checkpoint/reading/optimizer.py`` and ``tools/verify/comparison.py``.
+To support state with another layout, add it here, and its case in ``checkpoint/saved_state.py`` (writing) and
+``checkpoint/reading/optimizer.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The batch size that an Accelerator's data loaders have, when the script has not said it elsewhere."""
+"""Batch sizes read from the data loaders of an Accelerator: per device, and of all ranks together."""
 
 from __future__ import annotations
 

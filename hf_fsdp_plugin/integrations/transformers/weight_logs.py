@@ -1,4 +1,7 @@
-"""Norms and histograms of whole weights and gradients in the log of a Trainer; and ``wandb.watch``, which has parts."""
+"""Logs norms and histograms of whole weights and gradients in a Trainer.
+
+Turns off the same in ``wandb.watch``, which would log the shards of one rank.
+"""
 
 from __future__ import annotations
 

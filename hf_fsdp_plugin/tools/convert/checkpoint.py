@@ -25,7 +25,7 @@ from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_names, plural
 from hf_fsdp_plugin.tools.common import Progress
 from hf_fsdp_plugin.tools.convert.deepspeed_files import FORMAT, SavedEngine, read_engines
-from hf_fsdp_plugin.tools.merge.output import MergeStaging, prepare_output
+from hf_fsdp_plugin.tools.merge.merge_plan import MergeStaging, prepare_output
 from hf_fsdp_plugin.version import __version__
 
 _BATCH: Final = 1 << 30

@@ -22,7 +22,7 @@ from hf_fsdp_plugin.tools import loaded_weights
 from hf_fsdp_plugin.tools.common import Progress
 from hf_fsdp_plugin.tools.convert.checkpoint import ConvertedCheckpoint, manifest_without_files, write_states
 from hf_fsdp_plugin.tools.convert.deepspeed_files import SavedEngine
-from hf_fsdp_plugin.tools.merge import companions, output
+from hf_fsdp_plugin.tools.merge import companions, merge_plan
 from hf_fsdp_plugin.tools.meta_model import meta_model
 from hf_fsdp_plugin.tools.verify.comparison import config_problems
 
@@ -44,7 +44,7 @@ def convert_model_folder(
             quantized, or ``out`` is in use. ``out`` is then unchanged.
         OSError: writing failed. ``out`` is then unchanged.
     """
-    out = output.prepare_output(out, [source], force=force)
+    out = merge_plan.prepare_output(out, [source], force=force)
     stored = read_stored_model(source)
     folder = companions.find_config_folder(source, None)
     if reason := loaded_weights.why_not_whole(stored, folder):
@@ -65,7 +65,7 @@ def convert_model_folder(
     aliases = {name for _, *others in shared_tensors(written) for name in others}
     sizes = [tensor.num_bytes for name, tensor in tensors.items() if name not in aliases]
     copied = companions.companion_files(folder) if folder is not None else []
-    with output.MergeStaging(out) as staging:
+    with merge_plan.MergeStaging(out) as staging:
         progress("convert", 0, sum(sizes))
         if folder is not None:
             companions.copy_companions(folder, copied, staging.folder, dtype)
@@ -97,7 +97,7 @@ def _as_loaded(stored: StoredModel, model: Any) -> dict[str, StoredTensor]:
 
 
 def _cast(tensor: StoredTensor, dtype: str) -> StoredTensor:
-    if tensor.dtype not in output.FLOATS or tensor.dtype == dtype:
+    if tensor.dtype not in merge_plan.FLOATS or tensor.dtype == dtype:
         return tensor
 
     def read(files: InputFiles) -> torch.Tensor:

@@ -22,7 +22,7 @@ from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_names, plural
 from hf_fsdp_plugin.tools.common import Progress
 from hf_fsdp_plugin.tools.loaded_weights import ComputedTensor, read_tensor
-from hf_fsdp_plugin.tools.merge.output import MergePlan
+from hf_fsdp_plugin.tools.merge.merge_plan import MergePlan
 
 BLOCK = 4 << 20
 """Number of elements that are read at once."""

@@ -26,7 +26,7 @@ from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import format_names
 from hf_fsdp_plugin.tools.loaded_weights import computed, loaded_groups, read_tensor, why_not_whole, without_root
 from hf_fsdp_plugin.tools.merge.copying import same_elements
-from hf_fsdp_plugin.tools.merge.output import FLOATS
+from hf_fsdp_plugin.tools.merge.merge_plan import FLOATS
 from hf_fsdp_plugin.tools.meta_model import meta_model
 from hf_fsdp_plugin.tools.verify.comparison import difference_problems
 

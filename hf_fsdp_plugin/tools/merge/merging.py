@@ -26,7 +26,7 @@ from hf_fsdp_plugin.problems import Problem, has_errors
 from hf_fsdp_plugin.text import format_names, plural
 from hf_fsdp_plugin.tools.common import Progress
 from hf_fsdp_plugin.tools.loaded_weights import fp32_names, has_root, without_root
-from hf_fsdp_plugin.tools.merge import companions, copying, output
+from hf_fsdp_plugin.tools.merge import companions, copying, merge_plan
 from hf_fsdp_plugin.tools.merge.folding import AdapterFold
 from hf_fsdp_plugin.tools.meta_model import meta_model
 from hf_fsdp_plugin.tools.verify.comparison import config_problems, manifest_problems
@@ -119,16 +119,16 @@ def merge(checkpoint: Path, out: Path, options: MergeOptions, progress: Progress
     places = [checkpoint, *([] if options.fold_adapter is None else [options.fold_adapter])]
     for place in places:
         refuse_deepspeed(place)
-    out = output.prepare_output(out, places, force=options.force)
+    out = merge_plan.prepare_output(out, places, force=options.force)
     job = _Job(checkpoint, out, options, progress or (lambda *_: None))
     job.compare_with_config()
-    with output.MergeStaging(out) as staging:
+    with merge_plan.MergeStaging(out) as staging:
         job.copy_tensors(staging.folder)
         job.write_companions(staging.folder)
         if options.verify or options.delete_input:
             job.compare_bytes(staging.folder)
         # Another merge may have finished meanwhile.
-        output.check_places(checkpoint, out, force=options.force, is_complete=True)
+        merge_plan.check_places(checkpoint, out, force=options.force, is_complete=True)
         staging.commit()
         if options.delete_input:
             job.delete_input()
@@ -162,7 +162,7 @@ class _Job:
             written, ties = replace(self.model, tensors=tensors), ()
         fp32 = self._fp32_names()
         size = options.max_shard_size
-        self.plan = output.plan_merge(written, ties, dtype=options.dtype, max_shard_size=size, fp32=fp32)
+        self.plan = merge_plan.plan_merge(written, ties, dtype=options.dtype, max_shard_size=size, fp32=fp32)
         self.result = Merged(
             out=out,
             format=self.model.format,

@@ -11,7 +11,7 @@ import pytest
 from hf_fsdp_plugin.checkpoint.names import merged_copies
 from hf_fsdp_plugin.checkpoint.whole_weights import with_whole_weights
 from hf_fsdp_plugin.problems import CheckpointError
-from hf_fsdp_plugin.tools.merge.output import staging_path
+from hf_fsdp_plugin.tools.merge.merge_plan import staging_path
 from tests.support.merge_inputs import MODEL, TENSORS, assert_same, read
 
 

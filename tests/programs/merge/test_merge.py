@@ -8,8 +8,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from hf_fsdp_plugin.problems import CheckpointError
+from hf_fsdp_plugin.tools.merge.merge_plan import staging_path
 from hf_fsdp_plugin.tools.merge.merging import MergeOptions, merge
-from hf_fsdp_plugin.tools.merge.output import staging_path
 from tests.support.merge_inputs import TENSORS, assert_same, codes, messages, read, tree
 
 

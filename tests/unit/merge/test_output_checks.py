@@ -12,8 +12,8 @@ from hf_fsdp_plugin.checkpoint.formats.boxes import whole_box
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
 from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.tools.merge import copying
+from hf_fsdp_plugin.tools.merge.merge_plan import staging_path
 from hf_fsdp_plugin.tools.merge.merging import MergeOptions, merge
-from hf_fsdp_plugin.tools.merge.output import staging_path
 from tests.support import damages, saved
 from tests.support.merge_inputs import MODEL, TENSORS, assert_same, codes, read, tree
 

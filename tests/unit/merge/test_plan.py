@@ -10,7 +10,7 @@ from hf_fsdp_plugin.checkpoint.formats.boxes import row_major, whole_box
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, StoredPiece, StoredTensor
 from hf_fsdp_plugin.checkpoint.names import is_adapter
 from hf_fsdp_plugin.problems import CheckpointError
-from hf_fsdp_plugin.tools.merge.output import plan_merge
+from hf_fsdp_plugin.tools.merge.merge_plan import plan_merge
 
 GB = 10**9
 

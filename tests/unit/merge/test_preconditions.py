@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hf_fsdp_plugin.problems import CheckpointError
+from hf_fsdp_plugin.tools.merge.merge_plan import staging_path
 from hf_fsdp_plugin.tools.merge.merging import MergeOptions, merge
-from hf_fsdp_plugin.tools.merge.output import staging_path
 from tests.support.merge_inputs import MODEL, tree
 
 OUTPUTS = {

@@ -9,8 +9,8 @@ import pytest
 
 from hf_fsdp_plugin.checkpoint.folders import replaced_path
 from hf_fsdp_plugin.problems import CheckpointError
+from hf_fsdp_plugin.tools.merge.merge_plan import MergeStaging, staging_path
 from hf_fsdp_plugin.tools.merge.merging import MergeOptions, merge
-from hf_fsdp_plugin.tools.merge.output import MergeStaging, staging_path
 from tests.support.merge_inputs import tree
 
 
