@@ -1,7 +1,7 @@
 """How each known optimizer computes its update, and how its steps run on a sharded model, if they can.
 
-To add an optimizer, add a row to ``KNOWN_OPTIMIZERS``. An optimizer without a row runs as it is, with a warning. Layouts
-of its state in checkpoints are in ``checkpoint/formats/optimizer_state.py``.
+To add an optimizer, add a row to ``KNOWN_OPTIMIZERS``. An optimizer without a row runs as it is, with a warning. The
+layouts of its state in checkpoints are in ``checkpoint/formats/optimizer_state.py``.
 """
 
 from __future__ import annotations
