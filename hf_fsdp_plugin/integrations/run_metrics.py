@@ -92,7 +92,7 @@ class RunMetrics(Observer):
         """Measure the training of a model that was sharded. Collective.
 
         Args:
-            folder: returns the folder of the run's file.
+            folder: returns the folder of the run.
         """
         self.close()
         spec = plan.spec.metrics
@@ -153,7 +153,7 @@ class RunMetrics(Observer):
     def begin_forward(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Count the tokens of a training forward, and begin its phase."""
         if not self._has_started:
-            self.start(Path(self._folder()), step=record().counts.total)
+            self.start(self._folder(), step=record().counts.total)
         if (clock := self.clock) is None:
             return
         clock.enter("forward")
@@ -227,10 +227,12 @@ class RunMetrics(Observer):
         return self._offset + (self.clock.num_steps if self.clock is not None else 0)
 
     @_ends_figures
-    def start(self, folder: Path, *, step: int = 0, max_steps: int = 0) -> None:
+    def start(self, folder: str, *, step: int = 0, max_steps: int = 0) -> None:
         """Begin a training.
 
         Args:
+            folder: the folder of the run; empty if the script has named none. The file is then in the working folder,
+                and only if figures are asked for.
             step: optimizer steps before.
             max_steps: the last step; 0 if it is unknown.
         """
@@ -240,7 +242,8 @@ class RunMetrics(Observer):
         self._has_started, self._max_steps, self._offset = True, max_steps, step - self.clock.num_steps
         self._first = Row(time=time.time())
         self._before = {rank: replace(row, time=self._first.time) for rank, row in newest_rows(self.rows).items()}
-        self._file = RunFile(folder) if self._rank == 0 and self._plan.spec.metrics.log != "none" else None
+        has_file = {"none": False, "file": bool(folder), "log": True}[self._plan.spec.metrics.log]
+        self._file = RunFile(Path(folder)) if self._rank == 0 and has_file else None
         machines = list(dict.fromkeys(self.machines))
         about = {"world_size": len(self.machines), "machines": machines, "backend": self._plan.backend}
         about |= {"device": self._plan.device_type, "max_steps": max_steps, "version": VERSION}

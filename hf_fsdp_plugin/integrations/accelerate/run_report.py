@@ -160,10 +160,10 @@ def report_run(
 
 
 def report_folder(accelerator: Any, output_dir: str | None = None) -> str:
-    """Return the folder in which the report is written, without the option of a path for it."""
+    """Return the folder of the run in which the report is written; empty for the working folder."""
     if not output_dir and (of_trainer := find_part(accelerator, OutputFolder)) is not None:
         output_dir = of_trainer.path
-    return output_dir or accelerator.project_dir or "."
+    return output_dir or accelerator.project_dir or ""
 
 
 def report_accelerator(accelerator: Any, *, batch: BatchShape | None = None, checkpoint: Path | None = None) -> Report:

@@ -129,7 +129,7 @@ class StartChecks(TrainerCallback):
         self._trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        run_metrics().start(Path(args.output_dir), step=state.global_step, max_steps=state.max_steps)
+        run_metrics().start(args.output_dir, step=state.global_step, max_steps=state.max_steps)
         watch_loss(self._trainer, model)
         self._check_weight_decay(args, model)
 
