@@ -37,6 +37,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_fsdp_plugin.metrics.run_file import RUN_FILE
 from scripts.bench.common import make_llama, make_parser
 from scripts.bench.ranks.forked import WORLD_SIZE, RanksFailed, World, preload
 from scripts.bench.ranks.survival import INTERVAL, Setting, resume, train
@@ -177,7 +178,7 @@ def disk_full_trial(
         for rank, error in enumerate(errors):
             if "No space left on device" not in error or f"checkpoint-{2 * INTERVAL}" not in error:
                 raise Lost(f"rank {rank} does not report the full disk, but: {error}")
-        left = sorted(path.name for path in run.iterdir())
+        left = sorted(path.name for path in run.iterdir() if path.name != RUN_FILE)
         if left != [f"checkpoint-{INTERVAL}"]:
             raise Lost(f"after the error the folder contains {left}")
         _resume(trial, model, folder, losses)
