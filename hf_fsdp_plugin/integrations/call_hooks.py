@@ -123,7 +123,7 @@ def wait_tensor(original: Function) -> Function:
         calls = record()
         if torch.compiler.is_compiling() or not (calls.is_open or calls.times_waits):
             return original(tensor)
-        return _waiting(record().last, original, tensor)
+        return _waiting(calls.last, original, tensor)
 
     return call
 
