@@ -481,6 +481,11 @@ class Save:
             raise self._error
 
 
+def _remove_marker(marker: Path) -> None:
+    with suppress(OSError):
+        marker.unlink(missing_ok=True)
+
+
 def hooks_of(save: Save, poll: Callable[[], object], marker: Path | None) -> ExitStack:
     """Poll a save after optimizer steps, and delay the end of the process until the save is written.
 
@@ -499,8 +504,7 @@ def hooks_of(save: Save, poll: Callable[[], object], marker: Path | None) -> Exi
 
     hooks = ExitStack()
     if marker is not None:
-        hooks.enter_context(suppress(OSError))
-        hooks.callback(marker.unlink, missing_ok=True)
+        hooks.callback(_remove_marker, marker)
         with suppress(OSError):
             marker.touch()
     hooks.callback(before_each_step(lambda *_: save.copies.wait_in_stream()))
