@@ -302,5 +302,7 @@ def reset_process() -> None:
     sharded_models().clear()  # those of earlier cases are not collected yet, and a sharded model asks for FSDP
     reset_accelerate()
     forget_end_of_script()
+    if (dynamo := sys.modules.get("torch._dynamo.utils")) is not None:
+        dynamo.counters.clear()  # FLOPs are not counted in a process that has compiled code
     for variable in _LIBRARY_VARIABLES:
         os.environ.pop(variable, None)
