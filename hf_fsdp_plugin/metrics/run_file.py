@@ -13,6 +13,7 @@ from hf_fsdp_plugin.messages import print_once
 
 RUN_FILE: Final = "fsdp_run.jsonl"
 VERSION: Final = 1
+NOT_FINITE: Final = ("nan", "inf", "-inf")
 
 
 class RunFile:
@@ -36,11 +37,11 @@ class RunFile:
             print_once(f"cannot write {self.path}: {error.strerror or error}. The run itself is not affected.")
 
 
-def numbers_in(logs: Mapping[str, Any]) -> dict[str, float]:
-    """Return the entries of a log that JSON has as numbers. NaN and infinity are none."""
-    found: dict[str, float] = {}
+def numbers_in(logs: Mapping[str, Any]) -> dict[str, float | str]:
+    """Return the numbers of a log. What JSON has no number for is a text: one of :data:`NOT_FINITE`."""
+    found: dict[str, float | str] = {}
     for name, value in logs.items():
         value = value.item() if hasattr(value, "item") and getattr(value, "numel", lambda: 1)() == 1 else value
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-            found[str(name)] = value
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            found[str(name)] = value if math.isfinite(value) else str(value)
     return found

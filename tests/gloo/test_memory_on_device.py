@@ -28,6 +28,7 @@ LONG = (
     f"version=2,checkpointing=1,offload_activations=1,{SMALL}",
     f"version=1,offload_optimizer=1,precision=bf16,{SMALL}",
     "version=2,offload_optimizer=1,loop=foreach,hidden=1024,inter=4096,vocab=16000,seq=64,batch=1,attention=eager",
+    *(f"version=2,optimizer=muon,precision={each},{SMALL},seq=16,batch=1" for each in ("no", "bf16")),
     f"version=1,accumulation=2,{SMALL}",
     f"version=2,strategy=hybrid_shard,ranks=4,accumulation=3,late=1,{SMALL}",
     f"version=2,strategy=hybrid_shard,ranks=4,accumulation=3,late=1,precision=bf16,{SMALL}",

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, Final
 
 from hf_fsdp_plugin.checkpoint.errors import refuse
 from hf_fsdp_plugin.checkpoint.file_io import open_for_reading
+from hf_fsdp_plugin.metrics.run_file import NOT_FINITE
 
 RunEvent = dict[str, Any]
 Figures = dict[str, float]
@@ -105,7 +106,8 @@ class RunEvents:
         figures = {
             name: float(value)
             for name, value in event.items()
-            if name not in ("time", "step") and _is_valid(value, float) and _NAME.fullmatch(name)
+            if name not in ("time", "step") and _NAME.fullmatch(name)
+            if _is_valid(value, float) or value in NOT_FINITE
         }
         self._names |= set(sorted(figures.keys() - self._names)[: _MAX_NAMES - len(self._names)])
         row = self.rows.setdefault(step, {})

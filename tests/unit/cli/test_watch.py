@@ -132,7 +132,7 @@ def test_long_history_is_thinned(tmp_path, monkeypatch):
 
 
 def test_loss_that_is_not_a_number_is_shown(hf_fsdp, watch_json, tmp_path):
-    (tmp_path / "fsdp_run.jsonl").write_text(start() + log(10) + log(20, loss=float("nan")))
+    (tmp_path / "fsdp_run.jsonl").write_text(start() + log(10) + log(20, loss="nan"))
     _, out, _ = hf_fsdp("watch", tmp_path)
     assert re.search(r"^loss +nan +9\.\d+ +9\.\d+  ▅+!$", out, re.M)
     assert watch_json(tmp_path)[1]["history"][1]["loss"] is None

@@ -62,9 +62,11 @@ def test_run_file_that_cannot_be_written_is_reported_once(tmp_path: Path, capsys
     assert capsys.readouterr().err.count("cannot write") == 1
 
 
-def test_log_entries_that_json_lacks_are_left_out() -> None:
-    logs = {"loss": 1.5, "step": 3, "nan": math.nan, "text": "a", "flag": True, "tensor": torch.tensor(2.0)}
+def test_numbers_of_a_log_can_be_written_as_json() -> None:
+    logs = {"loss": 1.5, "step": 3, "text": "a", "flag": True, "tensor": torch.tensor(2.0)}
     assert numbers_in(logs) == {"loss": 1.5, "step": 3, "tensor": 2.0}
+    lost = {"loss": math.nan, "grad_norm": torch.tensor(math.inf), "gap": -math.inf}
+    assert numbers_in(lost) == {"loss": "nan", "grad_norm": "inf", "gap": "-inf"}
     assert numbers_in({"many": torch.zeros(2)}) == {}
 
 

@@ -21,21 +21,40 @@ using Tensors = CollectivesBackend::Tensors;
 using Lists = CollectivesBackend::Lists;
 using WorkPtr = CollectivesBackend::WorkPtr;
 
-Tensors aliases(const Tensors& tensors) {
-  Tensors list;
-  for (const auto& tensor : tensors) {
-    list.push_back(cpu_alias(tensor));
+// The aliases of a collective, for gloo. Its threads may drop them a little after the collective has ended, when the
+// memory belongs to the caller again, who may have freed it.
+class Lender {
+ public:
+  at::Tensor operator()(const at::Tensor& tensor) {
+    auto alias = cpu_alias(tensor);
+    if (is_on_device(tensor)) {
+      lent_.push_back(alias.storage());
+    }
+    return alias;
   }
-  return list;
-}
+  Tensors operator()(const Tensors& tensors) {
+    Tensors list;
+    for (const auto& tensor : tensors) {
+      list.push_back((*this)(tensor));
+    }
+    return list;
+  }
+  Lists operator()(const Lists& lists) {
+    Lists result;
+    for (const auto& tensors : lists) {
+      result.push_back((*this)(tensors));
+    }
+    return result;
+  }
+  void take_back() {
+    for (const auto& storage : lent_) {
+      storage.unsafeGetStorageImpl()->set_data_ptr_noswap({nullptr, c10::Device(c10::kCPU)});
+    }
+  }
 
-Lists aliases(const Lists& lists) {
-  Lists result;
-  for (const auto& tensors : lists) {
-    result.push_back(aliases(tensors));
-  }
-  return result;
-}
+ private:
+  std::vector<c10::Storage> lent_;
+};
 
 Tensors flatten(const Lists& lists) {
   Tensors result;
@@ -158,7 +177,11 @@ WorkPtr CollectivesBackend::run(const char* name, const Tensors& inputs, const T
       operation.writes(tensor);
     }
   }
-  WorkPtr transfer = start();
+  Lender lender;
+  WorkPtr transfer = start(lender);
+  if (transfer == nullptr) {
+    lender.take_back();
+  }
   auto work = c10::make_intrusive<Collective>(stream, std::move(tensors), outputs);
   work->set_transfer(std::move(transfer));
   return work;
@@ -166,16 +189,16 @@ WorkPtr CollectivesBackend::run(const char* name, const Tensors& inputs, const T
 
 WorkPtr CollectivesBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
   bool is_source = getRank() == options.rootRank;
-  return run("broadcast", is_source ? tensors : Tensors{}, is_source ? Tensors{} : tensors, [&] {
-    auto list = aliases(tensors);
+  return run("broadcast", is_source ? tensors : Tensors{}, is_source ? Tensors{} : tensors, [&](Lender& lend) {
+    auto list = lend(tensors);
     wait_for_gloo(gloo_->broadcast(list, options));
     return WorkPtr();
   });
 }
 
 WorkPtr CollectivesBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
-  return run("allreduce", {}, tensors, [&] {
-    auto list = aliases(tensors);
+  return run("allreduce", {}, tensors, [&](Lender& lend) {
+    auto list = lend(tensors);
     auto sum = options;
     bool is_average = replace_average(sum.reduceOp);
     wait_for_gloo(gloo_->allreduce(list, sum));
@@ -201,8 +224,8 @@ WorkPtr CollectivesBackend::allreduce_coalesced(
 }
 
 WorkPtr CollectivesBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
-  return run("reduce", {}, tensors, [&] {
-    auto list = aliases(tensors);
+  return run("reduce", {}, tensors, [&](Lender& lend) {
+    auto list = lend(tensors);
     auto sum = options;
     bool is_average = replace_average(sum.reduceOp);
     wait_for_gloo(gloo_->reduce(list, sum));
@@ -214,18 +237,18 @@ WorkPtr CollectivesBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& 
 }
 
 WorkPtr CollectivesBackend::allgather(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
-  return run("allgather", inputs, flatten(outputs), [&] {
-    auto to = aliases(outputs);
-    auto from = aliases(inputs);
+  return run("allgather", inputs, flatten(outputs), [&](Lender& lend) {
+    auto to = lend(outputs);
+    auto from = lend(inputs);
     wait_for_gloo(gloo_->allgather(to, from, options));
     return WorkPtr();
   });
 }
 
 WorkPtr CollectivesBackend::_allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) {
-  return run("allgather_base", {input}, {output}, [&] {
-    auto to = cpu_alias(output).flatten();  // libraries rely on numbers of elements, gloo compares shapes
-    auto from = cpu_alias(input).flatten();
+  return run("allgather_base", {input}, {output}, [&](Lender& lend) {
+    auto to = lend(output).flatten();  // libraries rely on numbers of elements, gloo compares shapes
+    auto from = lend(input).flatten();
     wait_for_gloo(gloo_->_allgather_base(to, from, options));
     return WorkPtr();
   });
@@ -241,18 +264,18 @@ WorkPtr CollectivesBackend::allgather_into_tensor_coalesced(
 }
 
 WorkPtr CollectivesBackend::gather(Lists& outputs, Tensors& inputs, const c10d::GatherOptions& options) {
-  return run("gather", inputs, flatten(outputs), [&] {
-    auto to = aliases(outputs);
-    auto from = aliases(inputs);
+  return run("gather", inputs, flatten(outputs), [&](Lender& lend) {
+    auto to = lend(outputs);
+    auto from = lend(inputs);
     wait_for_gloo(gloo_->gather(to, from, options));
     return WorkPtr();
   });
 }
 
 WorkPtr CollectivesBackend::scatter(Tensors& outputs, Lists& inputs, const c10d::ScatterOptions& options) {
-  return run("scatter", flatten(inputs), outputs, [&] {
-    auto to = aliases(outputs);
-    auto from = aliases(inputs);
+  return run("scatter", flatten(inputs), outputs, [&](Lender& lend) {
+    auto to = lend(outputs);
+    auto from = lend(inputs);
     wait_for_gloo(gloo_->scatter(to, from, options));
     return WorkPtr();
   });
@@ -260,9 +283,9 @@ WorkPtr CollectivesBackend::scatter(Tensors& outputs, Lists& inputs, const c10d:
 
 WorkPtr CollectivesBackend::reduce_scatter(
     Tensors& outputs, Lists& inputs, const c10d::ReduceScatterOptions& options) {
-  return run("reduce_scatter", flatten(inputs), outputs, [&] {
-    auto to = aliases(outputs);
-    auto from = aliases(inputs);
+  return run("reduce_scatter", flatten(inputs), outputs, [&](Lender& lend) {
+    auto to = lend(outputs);
+    auto from = lend(inputs);
     auto sum = options;
     bool is_average = replace_average(sum.reduceOp);
     wait_for_gloo(gloo_->reduce_scatter(to, from, sum));
@@ -277,9 +300,9 @@ WorkPtr CollectivesBackend::reduce_scatter(
 
 WorkPtr CollectivesBackend::_reduce_scatter_base(
     Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& options) {
-  return run("reduce_scatter_base", {input}, {output}, [&] {
-    auto to = cpu_alias(output).flatten();
-    auto from = cpu_alias(input).flatten();
+  return run("reduce_scatter_base", {input}, {output}, [&](Lender& lend) {
+    auto to = lend(output).flatten();
+    auto from = lend(input).flatten();
     auto sum = options;
     bool is_average = replace_average(sum.reduceOp);
     wait_for_gloo(gloo_->_reduce_scatter_base(to, from, sum));
@@ -302,33 +325,33 @@ WorkPtr CollectivesBackend::reduce_scatter_tensor_coalesced(
 WorkPtr CollectivesBackend::alltoall_base(
     Tensor& output, Tensor& input, std::vector<int64_t>& output_sizes, std::vector<int64_t>& input_sizes,
     const c10d::AllToAllOptions& options) {
-  return run("alltoall_base", {input}, {output}, [&] {
-    auto to = cpu_alias(output);
-    auto from = cpu_alias(input);
+  return run("alltoall_base", {input}, {output}, [&](Lender& lend) {
+    auto to = lend(output);
+    auto from = lend(input);
     wait_for_gloo(gloo_->alltoall_base(to, from, output_sizes, input_sizes, options));
     return WorkPtr();
   });
 }
 
 WorkPtr CollectivesBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) {
-  return run("alltoall", inputs, outputs, [&] {
-    auto to = aliases(outputs);
-    auto from = aliases(inputs);
+  return run("alltoall", inputs, outputs, [&](Lender& lend) {
+    auto to = lend(outputs);
+    auto from = lend(inputs);
     wait_for_gloo(gloo_->alltoall(to, from, options));
     return WorkPtr();
   });
 }
 
 WorkPtr CollectivesBackend::send(Tensors& tensors, int rank, int tag) {
-  return run("send", tensors, {}, [&] {
-    auto list = aliases(tensors);
+  return run("send", tensors, {}, [&](Lender& lend) {
+    auto list = lend(tensors);
     return gloo_->send(list, rank, tag);
   });
 }
 
 WorkPtr CollectivesBackend::recv(Tensors& tensors, int rank, int tag) {
-  return run("recv", {}, tensors, [&] {
-    auto list = aliases(tensors);
+  return run("recv", {}, tensors, [&](Lender& lend) {
+    auto list = lend(tensors);
     return gloo_->recv(list, rank, tag);
   });
 }
