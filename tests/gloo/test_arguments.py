@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import Trainer, TrainingArguments
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.problems import SpecError
@@ -18,7 +21,7 @@ from tests.support.launching import launch, write
 from tests.support.matrices import slow
 from tests.support.ranks import Ranks, reset_accelerate
 from tests.support.tiny import MODELS
-from tests.support.trainer_runs import make_trainer
+from tests.support.trainer_runs import Batches, make_trainer
 from tests.support.training import (
     adamw,
     assert_same_training,
@@ -177,6 +180,40 @@ def test_training_argument_is_applied(
     assert (row["observed"], row["status"]) == (observed, "applied")
     assert differing(report) == []
     assert report["dynamo"] == arguments.get("torch_compile_backend", "no").upper()
+
+
+def report_of_other_arguments(folder: str, how: str, config: dict[str, Any]) -> dict[str, Any]:
+    """The report of a Trainer whose arguments were created before ``install``, or are a copy of what was created."""
+    if how != "older":
+        hfp.install()
+    arguments = TrainingArguments(
+        folder, fsdp=True, fsdp_config=config, use_cpu=True, max_steps=1, report_to="none", save_strategy="no"
+    )
+    if how == "older":
+        hfp.install()
+    else:
+        arguments = copy.deepcopy(arguments) if how == "copied" else pickle.loads(pickle.dumps(arguments))
+    trainer = Trainer(MODELS["llama"](), arguments, train_dataset=Batches(1))
+    trainer.train()
+    dist.barrier()
+    return hfp.report(trainer).to_json()
+
+
+@VERSIONS
+@pytest.mark.parametrize("how", ["older", "copied", slow("unpickled")])
+def test_arguments_that_install_has_not_seen_are_read(two_ranks: Ranks, tmp_path: Path, how: str, version: int) -> None:
+    config = {"version": version, "straggler_percent": 35, "transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}
+    report = two_ranks.run(report_of_other_arguments, str(tmp_path), how, config)[0]
+    rows = rows_of(report)
+    assert (rows["metrics.straggler_percent"]["asked"], rows["fsdp.version"]["observed"]) == (35, version)
+    assert rows["wrap.classes"]["origin"]["source"] == "TrainingArguments"
+    assert differing(report) == []
+
+
+@pytest.mark.parametrize("how", ["older", slow("copied")])
+def test_unknown_key_of_such_arguments_is_refused(two_ranks: Ranks, tmp_path: Path, how: str) -> None:
+    with pytest.raises(AssertionError, match=r"unknown key 'stragler_percent'.*FSDP-E020"):
+        two_ranks.run(report_of_other_arguments, str(tmp_path), how, {"stragler_percent": 35})
 
 
 def _accelerator(config: dict[str, Any], **arguments: Any) -> Any:

@@ -58,11 +58,15 @@ def create_accelerator(original: Callable[[], None], trainer: Any) -> None:
     The Trainer refuses ``save_only_model`` together with a sharded state dict or ``load_best_model_at_end``, because it
     would not save the model. The checkpoints of this package contain the model for every state dict type.
     """
+    if not session().is_active() and not trainer.args.fsdp:
+        original()
+        return
     patching.changes().install("accelerate")
     spec = _spec_of_trainer(trainer)
     only_model = trainer.args.save_only_model and spec is None
     in_session = attributes_in_block(session(), trainer_spec=spec)
-    with attributes_in_block(trainer.args, save_only_model=only_model), in_session:
+    plugin = {"fsdp_plugin_args": None} if spec is not None else {}  # set in arguments that are older than `install`
+    with attributes_in_block(trainer.args, save_only_model=only_model, **plugin), in_session:
         original()
     if spec is not None:
         parts_of(trainer.accelerator).put(run_report.OutputFolder(trainer.args.output_dir))
@@ -73,7 +77,7 @@ def _spec_of_trainer(trainer: Any) -> FsdpSpec | None:
 
     The stock Trainer trains a model that ``from_pretrained`` has sharded, but cannot resume its training.
     """
-    spec, config = session().spec_of_arguments(trainer.args), distributed_config_of(trainer.model)
+    spec, config = _spec_of_arguments(trainer.args), distributed_config_of(trainer.model)
     if config is None or (spec is None and is_left_to_transformers(config)):
         return spec
     mesh = trainer.args.parallelism_config
@@ -82,6 +86,15 @@ def _spec_of_trainer(trainer: Any) -> FsdpSpec | None:
     print_warnings(spec.problems)
     private.hide_loading(trainer.model)
     return spec
+
+
+def _spec_of_arguments(arguments: Any) -> FsdpSpec | None:
+    """Return the spec of a ``TrainingArguments``, which is read here if it is a copy, or older than ``install``."""
+    if (spec := session().spec_of_arguments(arguments)) is not None or not arguments.fsdp:
+        return spec
+    spec = session().load(training_arguments=fsdp_arguments(arguments), parallelism_config=arguments.parallelism_config)
+    print_warnings(spec.problems)
+    return spec if spec.enabled else None
 
 
 def validate_args(original: Callable[[], None], trainer: Any) -> None:
