@@ -20,7 +20,7 @@ from hf_fsdp_plugin.observe import weights
 from hf_fsdp_plugin.observe.first_step import FirstStep, added_parameters, recorded_first_step
 from hf_fsdp_plugin.observe.observed_run import JsonObject, ObservedRun, check_settings
 from hf_fsdp_plugin.observe.report import BatchShape, MemoryRow, Report, ReportRow
-from hf_fsdp_plugin.observe.setting_readers import observe_settings
+from hf_fsdp_plugin.observe.run_setting_readers import observe_settings
 from hf_fsdp_plugin.observe.unit_setting_readers import axis_size
 from hf_fsdp_plugin.observe.units import (
     StructureComparison,

@@ -1,7 +1,7 @@
 """Reads off the units of a live model: sharding, mesh, wrapping, offload, precision and prefetching.
 
 What a unit of torch says about itself is read in ``torch_private/fsdp1.py`` and ``fsdp2.py``. The readers of the other
-settings are in ``setting_readers``.
+settings are in ``run_setting_readers``.
 """
 
 from __future__ import annotations

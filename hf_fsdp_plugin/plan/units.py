@@ -15,9 +15,10 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.plan.fsdp_plan import Backend, ModelParts, PrecisionPlan, ProblemCollector, UnitPlan, unit_plan
-from hf_fsdp_plugin.plan.modules import ModuleTree, ParameterEntry, policy_modules, post_order
+from hf_fsdp_plugin.plan.modules import ModuleTree, ParameterEntry, post_order
 from hf_fsdp_plugin.plan.names import ancestors, canonical_name, is_inside, parent_of
 from hf_fsdp_plugin.plan.parameters import modules_of_other_kinds
+from hf_fsdp_plugin.plan.wrap_policy import policy_modules
 from hf_fsdp_plugin.problems import has_errors
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_names, plural

@@ -15,8 +15,9 @@ from hf_fsdp_plugin.sources.config_tree import ConfigFile
 from hf_fsdp_plugin.sources.environment_variables import locate_config
 from hf_fsdp_plugin.sources.interface import Setting, Sources, SourceSettings, config_of
 from hf_fsdp_plugin.sources.script_objects import ARGUMENTS, FsdpOptions
+from hf_fsdp_plugin.spec.derived_settings import derive_spec
 from hf_fsdp_plugin.spec.fsdp_spec import FAMILY_DEFAULTS, FsdpSpec
-from hf_fsdp_plugin.spec.precedence import LEVELS, PRECEDENCE, active_settings, derive_spec, merge_levels
+from hf_fsdp_plugin.spec.precedence import LEVELS, PRECEDENCE, active_settings, merge_levels
 from hf_fsdp_plugin.spec.rules import check_rules
 from hf_fsdp_plugin.spec.value_parsers import parse_settings
 from hf_fsdp_plugin.strategies import STRATEGIES

@@ -1,7 +1,7 @@
 """Loads what a checkpoint has stored into the shards of this rank, with any world size, mesh and FSDP version.
 
 The lines of :func:`load_stored` are the steps of loading one model or optimizer. The steps of a whole resume are in
-``integrations.accelerate.checkpoints.load_state``. Boxes of whole tensors describe both the stored tensors
+``integrations.accelerate.checkpoint_hooks.load_state``. Boxes of whole tensors describe both the stored tensors
 (:mod:`hf_fsdp_plugin.checkpoint.formats.stored_tensors`) and the shards
 (:mod:`hf_fsdp_plugin.checkpoint.saved_state`), so that each rank reads the intersections of its boxes with the stored
 ones. The ranks communicate only to check that no rank failed. :func:`load_model` loads a model this way, and

@@ -33,9 +33,9 @@ from hf_fsdp_plugin.integrations.patching import set_loading_variables
 from hf_fsdp_plugin.integrations.session import attributes_in_block, session
 from hf_fsdp_plugin.messages import print_once, print_warnings
 from hf_fsdp_plugin.plan.fsdp_plan import torch_dtype
-from hf_fsdp_plugin.plan.modules import spec_of_further_model
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.plan.units import distributed_config_of
+from hf_fsdp_plugin.plan.wrap_policy import spec_of_further_model
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 from hf_fsdp_plugin.sources.script_objects import PLUGIN, STATE_DICT_CONFIGS, is_of_peft, unused_options
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec, StateDictKind

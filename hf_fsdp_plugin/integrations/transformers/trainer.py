@@ -39,7 +39,11 @@ from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import attributes_in_block, current_run, session
 from hf_fsdp_plugin.integrations.transformers import private
 from hf_fsdp_plugin.integrations.transformers.arguments import fsdp_arguments
-from hf_fsdp_plugin.integrations.transformers.checkpoints import checkpoint_to_resume, load_other_model, save_checkpoint
+from hf_fsdp_plugin.integrations.transformers.checkpoint_hooks import (
+    checkpoint_to_resume,
+    load_other_model,
+    save_checkpoint,
+)
 from hf_fsdp_plugin.integrations.transformers.requested_saves import AgreedCheckpoint
 from hf_fsdp_plugin.messages import print_once, print_warnings
 from hf_fsdp_plugin.plan.fsdp_plan import torch_dtype

@@ -1,4 +1,4 @@
-"""The text of a config for the other FSDP version, and what changes in the behavior of a run (``changes.yaml``).
+"""The text of a config for the other FSDP version, and what changes in a run (``behavior_changes.yaml``).
 
 Keys that the new version does not use are removed: those that FSDP2 ignores, and sizes of the mesh that FSDP1 makes
 without ``parallelism_config``.
@@ -237,7 +237,7 @@ class BehaviorChange:
 
 def behavior_changes(old: FsdpSpec, new: FsdpSpec) -> list[BehaviorChange]:
     """Return the differences in behavior: of settings with other values, then of the versions with these settings."""
-    table = yaml.safe_load(Path(__file__).with_name("changes.yaml").read_text(encoding="utf-8"))
+    table = yaml.safe_load(Path(__file__).with_name("behavior_changes.yaml").read_text(encoding="utf-8"))
     of_fsdp1 = old if old.fsdp.version == 1 else new
     conditions, words = _conditions(of_fsdp1), _words(of_fsdp1)
     found = list(_other_values(old, new))

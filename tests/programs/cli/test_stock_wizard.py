@@ -223,7 +223,7 @@ def check_paths(tmp_path: Path, paths: Sequence[Answers]) -> None:
 
 
 def test_pairs_of_answers_of_stock_wizard_are_read(tmp_path, hf_fsdp):
-    paths = covering(VERSION_1, 2)
+    paths = covering(VERSION_1, 2) + covering(VERSION_2, 2)
     check_paths(tmp_path, paths)
     for number, answers in enumerate(paths):  # our wizard keeps them all as defaults
         path = tmp_path / f"{number}.yaml"
@@ -235,7 +235,7 @@ def test_pairs_of_answers_of_stock_wizard_are_read(tmp_path, hf_fsdp):
 
 FSDP_1 = {name: values for name, values in VERSION_1.items() if name not in ("precision", "machines")}
 FSDP_2 = {name: values for name, values in VERSION_2.items() if name not in ("precision", "machines")}
-EVERY = [slow({**FSDP_1, "strategy": (name,)}) for name in STRATEGIES] + [FSDP_2]
+EVERY = [slow(each) for each in (*({**FSDP_1, "strategy": (name,)} for name in STRATEGIES), FSDP_2)]
 
 
 @pytest.mark.parametrize("dimensions", EVERY, ids=[*STRATEGIES, "version 2"])

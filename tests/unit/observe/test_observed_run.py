@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from hf_fsdp_plugin.observe.observed_run import JsonObject, check_settings, format_value
-from hf_fsdp_plugin.observe.setting_readers import observe_settings
+from hf_fsdp_plugin.observe.run_setting_readers import observe_settings
 from tests.unit.observe.live_models import make_plan, make_run, make_unit
 
 

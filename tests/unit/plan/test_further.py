@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.plan.modules import spec_of_further_model
+from hf_fsdp_plugin.plan.wrap_policy import spec_of_further_model
 from tests.support.model_families import on_meta
 
 

@@ -39,7 +39,7 @@ from hf_fsdp_plugin.checkpoint.saved_state import model_shards
 from hf_fsdp_plugin.checkpoint.storage import Storage
 from hf_fsdp_plugin.checkpoint.writing.state_files import manifest_of
 from hf_fsdp_plugin.integrations import peft, resuming
-from hf_fsdp_plugin.integrations.accelerate.checkpoints import load_fsdp_optimizer
+from hf_fsdp_plugin.integrations.accelerate.checkpoint_hooks import load_fsdp_optimizer
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, has_sharded_model, if_planned, if_sharded
 from hf_fsdp_plugin.integrations.samples import batch_facts, kept_accumulation
 from hf_fsdp_plugin.integrations.saving import gathered, manager, remove_oldest, remove_stale_weights

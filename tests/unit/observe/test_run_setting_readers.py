@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_fsdp_plugin.observe.first_step import FirstStep
-from hf_fsdp_plugin.observe.setting_readers import READERS, observe_settings, read_setting
+from hf_fsdp_plugin.observe.run_setting_readers import READERS, observe_settings, read_setting
 from hf_fsdp_plugin.observe.weights import WeightComparison
 from tests.unit.observe.live_models import make_plan, make_run
 
