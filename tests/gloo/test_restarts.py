@@ -155,7 +155,10 @@ def test_killed_run_has_the_losses_of_an_uninterrupted_one(tmp_path: Path, versi
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("launcher", "version"), [("hf-fsdp", 1), ("hf-fsdp", 2), ("torchrun", 1), ("torchrun", 2)])
-def test_loop_killed_at_random_has_the_same_losses(tmp_path: Path, launcher: str, version: int) -> None:
+def test_loop_killed_at_random_has_the_same_losses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str, version: int
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # torchrun leaves a folder
     found = measure(launcher, version, "loop", 3, 7, tmp_path)
     assert (found["exit_code"], found["restarts"]) == (0, len(found["kills"])), found["log"]
     assert found["bitwise_equal"] == found["losses"] >= found["steps"] == STEPS
