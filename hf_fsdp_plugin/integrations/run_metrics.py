@@ -12,7 +12,7 @@ import functools
 import socket
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -31,16 +31,18 @@ from hf_fsdp_plugin.integrations.observing import attach
 from hf_fsdp_plugin.integrations.session import current_run
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.metrics.clock import ClockPhase, DeviceClock, HostClock
-from hf_fsdp_plugin.metrics.figures import Slower, figures_of, memory_figures, passes, peak_flops
+from hf_fsdp_plugin.metrics.figures import GIB, Slower, figures_of, memory_figures, passes, peak_flops
 from hf_fsdp_plugin.metrics.job_rows import JobRows
 from hf_fsdp_plugin.metrics.rows import Row, Rows, newest_rows, share_rows
 from hf_fsdp_plugin.metrics.run_file import VERSION, RunFile, numbers_in
 from hf_fsdp_plugin.metrics.stragglers import StragglerSearch
+from hf_fsdp_plugin.observe.units import storage_bytes
 from hf_fsdp_plugin.observers import ObservedPhase, Observer, observers
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.state import find_part, process
 from hf_fsdp_plugin.torch_private.flops import FlopCount, can_count
+from hf_fsdp_plugin.torch_private.modules import plain_tensors
 
 _PHASES: Final[Mapping[ObservedPhase, ClockPhase]] = {"data": "data", "backward": "backward", "checkpoint": "saving"}
 _MEMORY_SECONDS: Final = 1.0
@@ -104,6 +106,8 @@ class RunMetrics(Observer):
         self._device = get_device(plan.device_type)
         self._memory, self._memory_time = {"peak": 0.0, "reserved": 0.0}, 0.0
         self.optimizer: Callable[[], Any] = lambda: None
+        self._model, self._optimizers = weakref.ref(model), weakref.WeakSet[torch.optim.Optimizer]()
+        self._held: tuple[int, dict[str, int]] = -1, {}  # number of optimizer states, kind of memory -> bytes
         self._counts, self.flops, self._num_forwards = "tokens", 0.0, 0
         self._before: Rows = {}
         self._offset, self._last_save = 0, dict[str, float]()
@@ -200,6 +204,7 @@ class RunMetrics(Observer):
         clock = self.clock
         if clock is None or not self._has_started:
             return
+        self._optimizers.add(optimizer)
         if self.optimizer() is None:
             self.optimizer = weakref.ref(optimizer)
         if optimizer is not self.optimizer():
@@ -290,13 +295,38 @@ class RunMetrics(Observer):
         if figures and self._max_steps:
             left = max(0, self._max_steps - step)
             figures |= {"steps_left": left, "seconds_left": left * figures["step_seconds"]}
-        self._event("log", step=step, **{**figures, **numbers_in({**more, **logs})})
+        by_kind = self._memory_by_kind() if figures and self._file is not None else {}
+        self._event("log", step=step, **{**figures, **by_kind, **numbers_in({**more, **logs})})
         if self._plan.spec.metrics.log != "log":
             return None
         if figures and "mfu" not in figures and self._num_forwards >= _COUNTED_FORWARD:
             reason = f"the peak of {self._device.name() or 'CPUs'} is not known" if self.flops else "code is compiled"
             print_once(Problem(code="FSDP-N522", message=f"logs have no MFU: {reason}."))
         return figures
+
+    def _memory_by_kind(self) -> dict[str, float]:
+        """Return what the largest memory of this rank so far consists of.
+
+        What is neither a shard, nor the gradient of one, nor optimizer state, is activations and gathered units on a
+        device. On CPU ranks, whose memory is that of the process, it is also the libraries.
+        """
+        states = [state for optimizer in self._optimizers for state in optimizer.state.values()]
+        if (model := self._model()) is not None and len(states) != self._held[0]:
+            trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+            tensors = (value for state in states for value in state.values() if isinstance(value, torch.Tensor))
+            sizes = {
+                "params": storage_bytes(self._on_device(model.parameters())),
+                "grads": sum(each.nbytes for each in self._on_device(trained)),
+                "optimizer": storage_bytes(self._on_device(tensors)),
+            }
+            self._held = len(states), sizes
+        rest = "other" if self._plan.device_type == "cpu" else "activations"
+        sizes = self._held[1] | {rest: max(0, int(self._memory["peak"]) - sum(self._held[1].values()))}
+        return {f"memory_{name}_gib": size / GIB for name, size in sizes.items()}
+
+    def _on_device(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Yield the local parts of tensors, without those that are offloaded to the host."""
+        return (each for each in plain_tensors(tensors) if each.device.type == self._plan.device_type)
 
     def _figures(self) -> dict[str, float]:
         """Return the figures of the steps since the call before; none without a new step of all ranks."""

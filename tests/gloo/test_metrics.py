@@ -75,6 +75,10 @@ def test_run_file_has_the_events_of_a_run(two_ranks: Ranks, tmp_path: Path) -> N
     assert events[0]["world_size"] == 2
     logs = [each for each in events if "loss" in each]
     assert all({*FIGURES, "epoch", "learning_rate"} <= each.keys() for each in logs)
+    # 29,408 parameters of 4 bytes on two ranks, with two states of AdamW and a step count for each of 30 parameters
+    kinds = {name: round(logs[-1][f"memory_{name}_gib"] * 2**30) for name in ("params", "grads", "optimizer", "other")}
+    assert kinds["params"] == kinds["grads"] == 29_408 * 2 == (kinds["optimizer"] - 30 * 4) / 2
+    assert kinds["other"] > 2**26  # the libraries
     assert [each["checkpoint"] for each in events if each["event"] == "save"] == ["checkpoint-3", "checkpoint-6"]
     assert events[-1]["result"] == "finished"
 
@@ -244,6 +248,8 @@ def train_on_device(folder: str, version: int) -> tuple[dict[str, float], dict[s
     with messages() as printed:
         list(loop.steps(4 * WINDOW_STEPS))
     run_metrics().figures({})
+    by_kind = run_metrics()._memory_by_kind()
+    assert 0 < by_kind["memory_params_gib"] == by_kind["memory_grads_gib"] < by_kind["memory_activations_gib"]
     newest = newest_rows(run_metrics().rows)
     return (asdict(newest[0]), asdict(newest[1]), printed) if search is not None else ({}, {}, [])
 
