@@ -13,6 +13,7 @@ import os
 import resource
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from hf_fsdp_plugin.problems import Problem, SpecError
@@ -239,3 +240,14 @@ def _registered_collectives(device_type: str) -> str:
     import torch.distributed as dist
 
     return str(dist.Backend.default_device_backend_map.get(device_type, "")) if dist.is_available() else ""
+
+
+PEAK_FLOPS: Final[Mapping[str, float]] = MappingProxyType(
+    {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
+)
+"""Part of the name of a device -> FLOP/s of dense matrix products in bf16, from the data sheets of NVIDIA."""
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Return the FLOP/s of a device in bf16; ``None`` if they are unknown."""
+    return next((flops for name, flops in PEAK_FLOPS.items() if name in device_name), None)

@@ -22,12 +22,12 @@ from typing import Any, Final, TypeVar
 import torch.distributed as dist
 
 from hf_fsdp_plugin.backends.ranks import agreement
-from hf_fsdp_plugin.checkpoint.checking import inspection
+from hf_fsdp_plugin.checkpoint.checking import completeness
 from hf_fsdp_plugin.checkpoint.folders import check_visible, recover_interrupted_commit, recover_run
 from hf_fsdp_plugin.checkpoint.formats.known_formats import refuse_deepspeed
 from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest, readable_manifest
 from hf_fsdp_plugin.checkpoint.names import ACCELERATE_RNG, TRAINER_RNG
-from hf_fsdp_plugin.checkpoint.reading.states import check_states
+from hf_fsdp_plugin.checkpoint.reading.pickled_states import check_states
 from hf_fsdp_plugin.checkpoint.storage import Storage, fetched, is_url, url_of
 from hf_fsdp_plugin.hangs.calls import record
 from hf_fsdp_plugin.hangs.watch_files import RankFiles
@@ -125,7 +125,7 @@ def find_checkpoint(
         selected: the path or URL of the checkpoint that the user selected.
         setting: the settings of checkpoints.
         fix: what to do if ``selected`` is incomplete.
-        allow_pickles: as in :func:`hf_fsdp_plugin.checkpoint.reading.states.check_states`.
+        allow_pickles: as in :func:`hf_fsdp_plugin.checkpoint.reading.pickled_states.check_states`.
 
     Returns:
         ``None`` if ``selected`` is ``None`` and the run has no checkpoint.
@@ -137,7 +137,7 @@ def find_checkpoint(
 
     def select() -> Path | str | None:
         if selected is None:
-            names = inspection.by_number(Storage(setting.storage).checkpoints(), prefix) if setting.storage else []
+            names = completeness.by_number(Storage(setting.storage).checkpoints(), prefix) if setting.storage else []
             stored = _first_stored(setting.storage, names)
             return stored if stored is not None or run is None else _highest_numbered(run, prefix)
         if (url := stored_url(selected, setting.storage)) is not None:
@@ -145,7 +145,7 @@ def find_checkpoint(
         path = Path(selected)
         recover_interrupted_commit(path)
         refuse_deepspeed(path)
-        reason = inspection.why_incomplete(path) if path.is_dir() else "the folder does not exist"
+        reason = completeness.why_incomplete(path) if path.is_dir() else "the folder does not exist"
         if reason is not None:
             message = f"{path} is not a complete checkpoint: {reason}"
             raise CheckpointError([Problem(code="FSDP-E431", message=message, fix=fix)])
@@ -249,10 +249,10 @@ def on_rank_0(look: Callable[[], T]) -> T:
 def _highest_numbered(run: Path, prefix: str) -> Path | None:
     """Return the complete checkpoint with the highest number. Raises ``CheckpointError`` if all are incomplete."""
     recover_run(run, prefix)
-    numbered = inspection.numbered_checkpoints(run, prefix)
+    numbered = completeness.numbered_checkpoints(run, prefix)
     for newest in numbered[:1]:
         refuse_deepspeed(newest)
-    found = inspection.first_complete(numbered, _report_skipped)
+    found = completeness.first_complete(numbered, _report_skipped)
     if found is None and numbered:
         message = f"none of the {len(numbered)} checkpoints in {run} is complete."
         fix = "Restore one from a backup, or start without resuming."
@@ -280,7 +280,7 @@ def _last_saved(place: str, prefix: str, *, this_run: bool, training: int | None
     names = [name for *_, name in sorted(candidates, reverse=True)]
     if is_url(place):
         return _first_stored(place, names)
-    return inspection.first_complete((folder / name for name in names), _report_skipped)
+    return completeness.first_complete((folder / name for name in names), _report_skipped)
 
 
 def _first_stored(storage: str, names: Iterable[str]) -> str | None:

@@ -24,14 +24,14 @@ from torch import nn
 from hf_fsdp_plugin.backends.ranks.agreement import gather_objects
 from hf_fsdp_plugin.backends.sharding.script_access import ParameterCounts
 from hf_fsdp_plugin.checkpoint.writing.manager import Save
-from hf_fsdp_plugin.devices import get_device
+from hf_fsdp_plugin.devices import get_device, peak_flops
 from hf_fsdp_plugin.hangs.calls import record
 from hf_fsdp_plugin.hangs.hang_queries import watch_store
 from hf_fsdp_plugin.integrations.observing import attach
 from hf_fsdp_plugin.integrations.session import current_run
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.metrics.clock import ClockPhase, DeviceClock, HostClock
-from hf_fsdp_plugin.metrics.figures import GIB, Slower, figures_of, memory_figures, passes, peak_flops
+from hf_fsdp_plugin.metrics.figures import GIB, Slower, figures_of, memory_figures, passes
 from hf_fsdp_plugin.metrics.job_rows import JobRows
 from hf_fsdp_plugin.metrics.rows import Row, Rows, newest_rows, share_rows
 from hf_fsdp_plugin.metrics.run_file import VERSION, RunFile, numbers_in

@@ -23,7 +23,7 @@ from torch import nn
 
 from hf_fsdp_plugin.backends.ranks.agreement import collective_call, gather_objects, on_all_ranks
 from hf_fsdp_plugin.backends.sharding.shard import ModuleLocation, locate_module
-from hf_fsdp_plugin.checkpoint.checking.inspection import by_number, numbered_checkpoints
+from hf_fsdp_plugin.checkpoint.checking.completeness import by_number, numbered_checkpoints
 from hf_fsdp_plugin.checkpoint.file_io import object_in
 from hf_fsdp_plugin.checkpoint.folders import remove_checkpoint
 from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Final
 
 from hf_fsdp_plugin.metrics.clock import PHASES, ClockPhase
 from hf_fsdp_plugin.metrics.rows import Row, Rows
 
 GIB: Final = float(1 << 30)
-PEAK_FLOPS: Final[Mapping[str, float]] = MappingProxyType(
-    {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
-)
-"""Part of the name of a device -> FLOP/s of dense matrix products in bf16, from the data sheets of NVIDIA."""
-
-
-def peak_flops(device_name: str) -> float | None:
-    """Return the FLOP/s of a device in bf16; ``None`` if they are unknown."""
-    return next((flops for name, flops in PEAK_FLOPS.items() if name in device_name), None)
 
 
 def passes(total: int, trainable: int) -> float:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from accelerate.utils import ProjectConfiguration
 from transformers import TrainerCallback
 
-from hf_fsdp_plugin.checkpoint.checking.inspection import why_incomplete
+from hf_fsdp_plugin.checkpoint.checking.completeness import why_incomplete
 from hf_fsdp_plugin.checkpoint.names import REPORT_NAME
 from hf_fsdp_plugin.checkpoint.writing.file_parts import PartWriter
 from hf_fsdp_plugin.integrations import saving

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_fsdp_plugin.checkpoint import folders
-from hf_fsdp_plugin.checkpoint.checking.verify import VerifiedFiles
+from hf_fsdp_plugin.checkpoint.checking.hashes import VerifiedFiles
 from hf_fsdp_plugin.checkpoint.reading.optimizer import load_optimizer
 from hf_fsdp_plugin.checkpoint.reading.resharding import load_model
 from hf_fsdp_plugin.checkpoint.saved_state import LocalShard, optimizer_shards

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.checkpoint.writing import copies
+from hf_fsdp_plugin.checkpoint.writing import async_copies
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.tools.verify.verification import verify
 from hf_fsdp_plugin.torch_private.modules import local_tensor
@@ -80,13 +80,13 @@ class Training:
 @contextmanager
 def late_copies() -> Iterator[None]:
     """Begin to copy so late that the training has gone on."""
-    take = copies.copy_parts
+    take = async_copies.copy_parts
 
     def later(*args: Any) -> None:
         time.sleep(1.0)
         take(*args)
 
-    with mock.patch.object(copies, "copy_parts", later):
+    with mock.patch.object(async_copies, "copy_parts", later):
         yield
 
 

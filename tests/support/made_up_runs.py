@@ -221,7 +221,7 @@ class Counts:
 @contextmanager
 def sparse_data(world: int) -> Iterator[None]:
     """Do not compare the bytes of the data files of ``world`` ranks with their hashes."""
-    from hf_fsdp_plugin.checkpoint.checking.verify import VerifiedFiles
+    from hf_fsdp_plugin.checkpoint.checking.hashes import VerifiedFiles
     from hf_fsdp_plugin.checkpoint.names import dcp_file
 
     sparse = {f"{folder}/{dcp_file(rank)}" for folder in FOLDERS for rank in range(world)}
@@ -244,7 +244,7 @@ def plan_resume(checkpoint: Path, shards: Any, rank: int, world: int) -> tuple[l
     Returns:
         The files and the transfer of each read, and the number of bytes that the rank holds. Scalars are read here.
     """
-    from hf_fsdp_plugin.checkpoint.checking.verify import check_headers, files_of_checkpoint
+    from hf_fsdp_plugin.checkpoint.checking.hashes import check_headers, files_of_checkpoint
     from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, read_stored_optimizer
     from hf_fsdp_plugin.checkpoint.reading.resharding import plan_transfers
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.backends.meshes import _Meshes
+from hf_fsdp_plugin.backends.device_meshes import _Meshes
 from hf_fsdp_plugin.torch_private.functions import set_timeout, timeout_of
 from tests.support.ranks import own_device, reset_accelerate
 from tests.support.tiny import MODELS, NUM_STEPS, global_batch, my_part, parallel_config, simple_batch, tiny_llama

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
+from hf_fsdp_plugin.backends.device_meshes import device_mesh
 from hf_fsdp_plugin.backends.loading.weight_loader import Places, WeightLoader
-from hf_fsdp_plugin.backends.meshes import device_mesh
 from hf_fsdp_plugin.backends.sharding.forwards import cast_inputs_of
 from hf_fsdp_plugin.backends.torch_types import cast_floats
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, UnitPlan, torch_dtype

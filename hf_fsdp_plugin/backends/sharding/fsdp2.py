@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from hf_fsdp_plugin.backends.device_meshes import device_mesh
 from hf_fsdp_plugin.backends.loading.weight_loader import Places, WeightLoader, cast_buffers
-from hf_fsdp_plugin.backends.meshes import device_mesh
 from hf_fsdp_plugin.backends.sharding.forwards import cast_inputs_of, fp32_ids
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, torch_dtype
 from hf_fsdp_plugin.torch_private import fsdp2 as private

@@ -25,7 +25,7 @@ from torch.autograd.graph import increment_version
 from hf_fsdp_plugin.backends.ranks.agreement import broadcast_object, on_all_ranks
 from hf_fsdp_plugin.backends.sharding.buffers import persistent_buffers
 from hf_fsdp_plugin.backends.torch_types import PinnedWindows, wait_for_reads
-from hf_fsdp_plugin.checkpoint.checking.verify import check_headers, files_of_checkpoint
+from hf_fsdp_plugin.checkpoint.checking.hashes import check_headers, files_of_checkpoint
 from hf_fsdp_plugin.checkpoint.errors import problem, raise_if_any
 from hf_fsdp_plugin.checkpoint.file_io import MAX_SPAN, InputFiles
 from hf_fsdp_plugin.checkpoint.folders import check_visible

@@ -34,7 +34,7 @@ from hf_fsdp_plugin.checkpoint.formats.manifest import FileRecord, Manifest
 from hf_fsdp_plugin.checkpoint.saved_state import ModelShards, model_shards, optimizer_shards, parameter_shards
 from hf_fsdp_plugin.checkpoint.storage import Storage
 from hf_fsdp_plugin.checkpoint.writing import state_files
-from hf_fsdp_plugin.checkpoint.writing.copies import ShardCopies
+from hf_fsdp_plugin.checkpoint.writing.async_copies import ShardCopies
 from hf_fsdp_plugin.checkpoint.writing.dcp_files import FolderEntries, StateFiles, complete_folders
 from hf_fsdp_plugin.checkpoint.writing.file_parts import PartWriter
 from hf_fsdp_plugin.checkpoint.writing.staging_buffers import StagingBuffers

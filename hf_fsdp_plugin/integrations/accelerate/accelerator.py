@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, utils
 
-from hf_fsdp_plugin.backends.meshes import world_mesh
+from hf_fsdp_plugin.backends.device_meshes import world_mesh
 from hf_fsdp_plugin.backends.optimizers.clipping import clip_grad_norm
 from hf_fsdp_plugin.backends.ranks import agreement, cluster
 from hf_fsdp_plugin.backends.sharding.shard import has_shards, locate_module

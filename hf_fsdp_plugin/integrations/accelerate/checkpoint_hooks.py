@@ -21,8 +21,8 @@ from hf_fsdp_plugin.backends.sharding.shard import locate_module, plan_of
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.names import ACCELERATE_PREFIX, ACCELERATE_RUN, custom_state_file
 from hf_fsdp_plugin.checkpoint.reading.optimizer import load_optimizer, schedules_follow_groups
+from hf_fsdp_plugin.checkpoint.reading.pickled_states import load_state_file
 from hf_fsdp_plugin.checkpoint.reading.resharding import load_model
-from hf_fsdp_plugin.checkpoint.reading.states import load_state_file
 from hf_fsdp_plugin.checkpoint.writing.state_files import manifest_of
 from hf_fsdp_plugin.integrations.accelerate import plugin as plugins
 from hf_fsdp_plugin.integrations.accelerate.private import (

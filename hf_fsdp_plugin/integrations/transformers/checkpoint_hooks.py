@@ -18,7 +18,7 @@ from transformers.trainer_utils import has_length
 
 from hf_fsdp_plugin.backends.ranks.agreement import TRAINING_LIMIT, collective_call, on_all_ranks, wait_for_all_ranks
 from hf_fsdp_plugin.backends.sharding.shard import locate_module
-from hf_fsdp_plugin.checkpoint.checking.inspection import by_number, check_trainer_checkpoint
+from hf_fsdp_plugin.checkpoint.checking.completeness import by_number, check_trainer_checkpoint
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, stored_state_dict_type
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.names import (
@@ -33,8 +33,8 @@ from hf_fsdp_plugin.checkpoint.names import (
     trainer_rng_file,
 )
 from hf_fsdp_plugin.checkpoint.reading.optimizer import schedules_follow_groups
+from hf_fsdp_plugin.checkpoint.reading.pickled_states import load_state_file
 from hf_fsdp_plugin.checkpoint.reading.resharding import load_model
-from hf_fsdp_plugin.checkpoint.reading.states import load_state_file
 from hf_fsdp_plugin.checkpoint.saved_state import model_shards
 from hf_fsdp_plugin.checkpoint.storage import Storage
 from hf_fsdp_plugin.checkpoint.writing.state_files import manifest_of

@@ -207,7 +207,7 @@ def write_states(
     Args:
         total: bytes of all tensors.
     """
-    from hf_fsdp_plugin.checkpoint.checking.verify import files_of_checkpoint
+    from hf_fsdp_plugin.checkpoint.checking.hashes import files_of_checkpoint
     from hf_fsdp_plugin.checkpoint.saved_state import ModelShards, OptimizerShards, whole_shard
     from hf_fsdp_plugin.checkpoint.writing.file_parts import PartWriter
     from hf_fsdp_plugin.checkpoint.writing.staging_folder import RankRecord, complete_checkpoint

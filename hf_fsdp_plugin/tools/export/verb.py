@@ -14,7 +14,7 @@ import re
 import sys
 from pathlib import Path
 
-from hf_fsdp_plugin.checkpoint.checking.inspection import first_complete, numbered_checkpoints
+from hf_fsdp_plugin.checkpoint.checking.completeness import first_complete, numbered_checkpoints
 from hf_fsdp_plugin.checkpoint.errors import refuse
 from hf_fsdp_plugin.checkpoint.file_io import object_in
 from hf_fsdp_plugin.checkpoint.names import PREFIXES, TRAINER_STATE

@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_fsdp_plugin.checkpoint import names as file_names
-from hf_fsdp_plugin.checkpoint.checking.inspection import checkpoint_of, numbered_checkpoints, own_files, why_incomplete
+from hf_fsdp_plugin.checkpoint.checking.completeness import (
+    checkpoint_of,
+    numbered_checkpoints,
+    own_files,
+    why_incomplete,
+)
 from hf_fsdp_plugin.checkpoint.file_io import object_in
 from hf_fsdp_plugin.checkpoint.formats.known_formats import format_named, read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, readable_manifest

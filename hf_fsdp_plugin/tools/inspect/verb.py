@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin import text
-from hf_fsdp_plugin.checkpoint.checking.inspection import why_incomplete
+from hf_fsdp_plugin.checkpoint.checking.completeness import why_incomplete
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, print_json, print_problems, print_result, text_width
 from hf_fsdp_plugin.problems import CheckpointError, UsageError
 from hf_fsdp_plugin.tools.common import check_folder, wrap_items

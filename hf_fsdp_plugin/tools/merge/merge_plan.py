@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_fsdp_plugin.checkpoint import names as file_names
-from hf_fsdp_plugin.checkpoint.checking.inspection import checkpoint_of, why_incomplete
+from hf_fsdp_plugin.checkpoint.checking.completeness import checkpoint_of, why_incomplete
 from hf_fsdp_plugin.checkpoint.errors import problem, raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.file_io import sync
 from hf_fsdp_plugin.checkpoint.folders import put_in_place, restore_replaced

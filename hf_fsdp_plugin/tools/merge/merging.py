@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_fsdp_plugin.checkpoint import names as file_names
-from hf_fsdp_plugin.checkpoint.checking.inspection import checkpoint_of
-from hf_fsdp_plugin.checkpoint.checking.verify import VerifiedFiles, check_headers, files_of_checkpoint
+from hf_fsdp_plugin.checkpoint.checking.completeness import checkpoint_of
+from hf_fsdp_plugin.checkpoint.checking.hashes import VerifiedFiles, check_headers, files_of_checkpoint
 from hf_fsdp_plugin.checkpoint.errors import problem, raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.file_io import InputFiles, write_atomically
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, refuse_deepspeed

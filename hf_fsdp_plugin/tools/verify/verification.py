@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_plugin.checkpoint.checking import inspection
-from hf_fsdp_plugin.checkpoint.checking.verify import REPLACE_FILE, damage_problem, unlisted_problem
+from hf_fsdp_plugin.checkpoint.checking import completeness
+from hf_fsdp_plugin.checkpoint.checking.hashes import REPLACE_FILE, damage_problem, unlisted_problem
 from hf_fsdp_plugin.checkpoint.errors import problem
 from hf_fsdp_plugin.checkpoint.file_io import open_for_reading, read_file, read_range
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, read_stored_optimizer
@@ -71,7 +71,7 @@ def verify(checkpoint: Path, *, config_check: bool = True, progress: Progress = 
         config_check: compare names and shapes with the model of ``config.json``.
         progress: called while bytes are read.
     """
-    folder = inspection.checkpoint_of(checkpoint)
+    folder = completeness.checkpoint_of(checkpoint)
     manifest: Manifest | None = None
     problems: list[Problem] = []
     try:
@@ -81,13 +81,13 @@ def verify(checkpoint: Path, *, config_check: bool = True, progress: Progress = 
     if manifest is not None:
         sizes = [record.size for record in manifest.files]
         num_checked = sum(record.size for record in manifest.files if record.ranges)
-        problems += inspection.file_problems(folder, manifest)
+        problems += completeness.file_problems(folder, manifest)
         problems += _byte_problems(folder, manifest, progress)
         problems += _extra_files(folder, manifest)
     else:
-        files = sorted(inspection.own_files(folder))
-        sizes = [inspection.regular_size(path) or 0 for path in files]
-        problems += inspection.structure_problems(folder)
+        files = sorted(completeness.own_files(folder))
+        sizes = [completeness.regular_size(path) or 0 for path in files]
+        problems += completeness.structure_problems(folder)
         num_checked, damaged = crc_problems(files, progress)
         problems += damaged
     is_reported = manifest is None or has_errors(problems)  # damage that makes the contents unreadable
@@ -110,7 +110,7 @@ def _byte_problems(folder: Path, manifest: Manifest, progress: Progress) -> list
     files: dict[Path, list[FileRange]] = {}
     for record in manifest.files:
         path = folder / record.path
-        if (size := inspection.regular_size(path)) is not None:
+        if (size := completeness.regular_size(path)) is not None:
             files[path] = [piece for piece in record.ranges if piece.stop <= size]
     return hash_problems(files, progress)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from hf_fsdp_plugin.checkpoint import names as file_names
-from hf_fsdp_plugin.checkpoint.checking.inspection import check_trainer_state, why_incomplete
+from hf_fsdp_plugin.checkpoint.checking.completeness import check_trainer_state, why_incomplete
 from hf_fsdp_plugin.checkpoint.file_io import object_in
 from hf_fsdp_plugin.metrics.run_file import RUN_FILE
 from hf_fsdp_plugin.problems import CheckpointError

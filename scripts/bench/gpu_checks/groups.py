@@ -51,7 +51,7 @@ def process_groups(case: Case) -> Case:
 
     import torch.distributed as dist
 
-    from hf_fsdp_plugin.backends.meshes import device_mesh
+    from hf_fsdp_plugin.backends.device_meshes import device_mesh
     from hf_fsdp_plugin.backends.sharding.shard import plan_of
     from hf_fsdp_plugin.torch_private.functions import set_timeout, timeout_of
 

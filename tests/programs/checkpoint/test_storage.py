@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
-from hf_fsdp_plugin.checkpoint.checking.inspection import why_incomplete
+from hf_fsdp_plugin.checkpoint.checking.completeness import why_incomplete
 from hf_fsdp_plugin.checkpoint.file_io import InputFiles
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model
 from hf_fsdp_plugin.checkpoint.storage import Storage, fetched, folder_of

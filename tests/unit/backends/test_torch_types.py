@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from hf_fsdp_plugin.backends.meshes import device_mesh
+from hf_fsdp_plugin.backends.device_meshes import device_mesh
 from hf_fsdp_plugin.backends.torch_types import dtensor_like
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, torch_dtype
 from hf_fsdp_plugin.strategies import STRATEGIES

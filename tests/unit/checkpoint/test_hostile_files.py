@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_fsdp_plugin.checkpoint.checking.inspection import _last_file_problems
+from hf_fsdp_plugin.checkpoint.checking.completeness import _last_file_problems
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.tools.export.verb import find_checkpoint

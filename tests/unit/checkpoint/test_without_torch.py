@@ -12,7 +12,7 @@ VERBS = (
     "verify",
 )  # fmt: skip
 MODULES = {
-    "readers": [f"checkpoint.checking.{name}" for name in ("inspection", "verify")],
+    "readers": [f"checkpoint.checking.{name}" for name in ("completeness", "hashes")],
     "verbs": [f"tools.{name}.verb" for name in VERBS],
 }
 

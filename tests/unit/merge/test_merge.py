@@ -10,7 +10,7 @@ import numpy
 import pytest
 from safetensors import safe_open
 
-from hf_fsdp_plugin.checkpoint.checking import verify
+from hf_fsdp_plugin.checkpoint.checking import hashes
 from hf_fsdp_plugin.checkpoint.formats import manifest
 from hf_fsdp_plugin.tools.merge import copying, merging
 from hf_fsdp_plugin.tools.merge.merging import MergeOptions, merge
@@ -106,7 +106,7 @@ def test_manifest_is_read_once_for_the_tensors(checkpoint: Path, out: Path, monk
         reads.append(folder)
         return manifest.read_manifest(folder)
 
-    for module in (merging, verify):
+    for module in (merging, hashes):
         monkeypatch.setattr(module, "read_manifest", read_manifest)
     merge(checkpoint, out, MergeOptions(verify=True))
     assert reads == [checkpoint]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hf_fsdp_plugin.metrics.figures import PEAK_FLOPS, figures_of, memory_figures, passes, peak_flops, slowest_rank
+from hf_fsdp_plugin.devices import PEAK_FLOPS, peak_flops
+from hf_fsdp_plugin.metrics.figures import figures_of, memory_figures, passes, slowest_rank
 from hf_fsdp_plugin.metrics.rows import Row
 from hf_fsdp_plugin.tools.plan.estimate.machines import machine_named
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hf_fsdp_plugin.checkpoint.checking.inspection import why_incomplete
+from hf_fsdp_plugin.checkpoint.checking.completeness import why_incomplete
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.tools.inspect.summary import summarize

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_fsdp_plugin.checkpoint.checking.inspection import (
+from hf_fsdp_plugin.checkpoint.checking.completeness import (
     checkpoint_of,
     completeness_problems,
     first_complete,

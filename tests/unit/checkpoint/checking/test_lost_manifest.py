@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_fsdp_plugin.checkpoint.checking.inspection import why_incomplete
+from hf_fsdp_plugin.checkpoint.checking.completeness import why_incomplete
 from hf_fsdp_plugin.checkpoint.formats.boxes import whole_box
 from hf_fsdp_plugin.checkpoint.saved_state import LocalShard, ModelShards, OptimizerShards, Piece
 from hf_fsdp_plugin.checkpoint.writing.dcp_files import complete_folders

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from hf_fsdp_plugin.checkpoint.checking import inspection
+from hf_fsdp_plugin.checkpoint.checking import completeness
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.tools.verify.verification import verify
 from tests.support import saved
@@ -18,7 +18,7 @@ STATE = {"global_step": 4, "epoch": 0.5, "max_steps": 6, "best_model_checkpoint"
 
 @pytest.fixture
 def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(inspection, "read_stored_optimizer", lambda *_, **__: object())
+    monkeypatch.setattr(completeness, "read_stored_optimizer", lambda *_, **__: object())
     for name in ("scheduler.pt", "rng_state_0.pth"):
         (tmp_path / name).touch()
     (tmp_path / "config.json").write_text("{}")
@@ -27,7 +27,7 @@ def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def check(checkpoint: Path, *, model_only: bool = False) -> Problem | None:
-    return inspection.check_trainer_checkpoint(checkpoint, model_only=model_only)
+    return completeness.check_trainer_checkpoint(checkpoint, model_only=model_only)
 
 
 def refusal(checkpoint: Path, *, model_only: bool = False) -> str:
@@ -86,7 +86,7 @@ def test_missing_state_is_named(checkpoint: Path, monkeypatch: pytest.MonkeyPatc
     (checkpoint / "scheduler.pt").unlink()
     assert "no learning rate schedule," in refusal(checkpoint, model_only=True)
     (checkpoint / "rng_state_0.pth").unlink()
-    monkeypatch.setattr(inspection, "read_stored_optimizer", lambda *_, **__: None)
+    monkeypatch.setattr(completeness, "read_stored_optimizer", lambda *_, **__: None)
     assert "optimizer state, learning rate schedule, random state" in refusal(checkpoint)
     warning = check(checkpoint, model_only=True)
     assert warning is not None and warning.code == "FSDP-W408"

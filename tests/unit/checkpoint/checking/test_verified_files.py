@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_fsdp_plugin.checkpoint.checking import verify
-from hf_fsdp_plugin.checkpoint.checking.verify import VerifiedFiles, check_headers, files_of_checkpoint
+from hf_fsdp_plugin.checkpoint.checking import hashes
+from hf_fsdp_plugin.checkpoint.checking.hashes import VerifiedFiles, check_headers, files_of_checkpoint
 from hf_fsdp_plugin.checkpoint.file_io import InputFiles
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord, hash_bytes, hash_file
@@ -25,7 +25,7 @@ DATA = bytes(range(164))
 def files(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[VerifiedFiles]:
     """The file ``a`` with blocks of different sizes, in the folder ``part`` of a checkpoint."""
     if request.param is not None:
-        monkeypatch.setattr(verify, "_STEP", request.param)
+        monkeypatch.setattr(hashes, "_STEP", request.param)
     (tmp_path / "part").mkdir()
     (tmp_path / "part" / "a").write_bytes(DATA)
     ranges = [
@@ -87,7 +87,7 @@ def test_only_blocks_with_requested_bytes_are_read(
         return hash_file(path, start, stop)
 
     monkeypatch.setattr(InputFiles, "read", recording)
-    monkeypatch.setattr(verify, "hash_file", hashing)
+    monkeypatch.setattr(hashes, "hash_file", hashing)
     read(files, 39, 42)
     assert touched == set(range(8, 100))
 

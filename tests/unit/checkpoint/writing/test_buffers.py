@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_fsdp_plugin.checkpoint.writing import copies, file_parts, staging_buffers
-from hf_fsdp_plugin.checkpoint.writing.copies import ShardCopies, WeightsChangedError, copy_parts
+from hf_fsdp_plugin.checkpoint.writing import async_copies, file_parts, staging_buffers
+from hf_fsdp_plugin.checkpoint.writing.async_copies import ShardCopies, WeightsChangedError, copy_parts
 from hf_fsdp_plugin.checkpoint.writing.file_parts import FilePart, Item, whole_file
 from hf_fsdp_plugin.checkpoint.writing.staging_buffers import StagingBuffers
 from hf_fsdp_plugin.devices import Device
@@ -109,8 +109,8 @@ def parts_of(tensors: Mapping[str, torch.Tensor]) -> list[FilePart]:
 def test_copies_are_taken_by_a_thread_on_the_device_of_the_rank(
     device: RecordingDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copies, "available_device", lambda: device)
-    monkeypatch.setattr(copies, "on_accelerator", lambda parts: True)
+    monkeypatch.setattr(async_copies, "available_device", lambda: device)
+    monkeypatch.setattr(async_copies, "on_accelerator", lambda parts: True)
     device.set_current(3)
     taken = ShardCopies(StagingBuffers())
     taken.parts += parts_of({"a": torch.arange(10_000)})
@@ -129,13 +129,13 @@ def test_step_waits_for_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, state = torch.arange(10_000), torch.arange(20_000).remainder(7).to(torch.float16)
     expected = weight.clone(), state.clone()
     taken, may_copy = ShardCopies(StagingBuffers()), threading.Event()
-    copy = copies.copy_window
+    copy = async_copies.copy_window
 
     def late_copy(*args: Any) -> None:
         may_copy.wait(60)
         copy(*args)
 
-    monkeypatch.setattr(copies, "copy_window", late_copy)
+    monkeypatch.setattr(async_copies, "copy_window", late_copy)
     taken.parts += parts_of({"weight": weight, "state": state})
     taken.begin()
     thread = threading.Thread(target=taken.take)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.checkpoint.checking.inspection import why_incomplete
+from hf_fsdp_plugin.checkpoint.checking.completeness import why_incomplete
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.reading.resharding import load_model
 from hf_fsdp_plugin.checkpoint.saved_state import optimizer_shards

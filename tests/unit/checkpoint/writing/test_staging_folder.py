@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from hf_fsdp_plugin.checkpoint import folders
-from hf_fsdp_plugin.checkpoint.checking.inspection import why_incomplete
+from hf_fsdp_plugin.checkpoint.checking.completeness import why_incomplete
 from hf_fsdp_plugin.checkpoint.folders import recover_interrupted_commit, recover_run, remove_checkpoint
 from hf_fsdp_plugin.checkpoint.writing.staging_folder import StagingFolder
 from hf_fsdp_plugin.problems import CheckpointError

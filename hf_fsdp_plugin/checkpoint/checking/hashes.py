@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from pathlib import Path
 
-from hf_fsdp_plugin.checkpoint.checking import inspection
+from hf_fsdp_plugin.checkpoint.checking import completeness
 from hf_fsdp_plugin.checkpoint.errors import problem
 from hf_fsdp_plugin.checkpoint.file_io import InputFiles
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, Manifest, hash_bytes, hash_file, read_manifest
@@ -49,7 +49,7 @@ def files_of_checkpoint(checkpoint: Path, stored: StoredModel | StoredOptimizer,
     Args:
         checkpoint: the folder of the checkpoint, or of its model or optimizer.
     """
-    folder = inspection.checkpoint_of(checkpoint)
+    folder = completeness.checkpoint_of(checkpoint)
     manifest = read_manifest(folder) if verify else None
     return InputFiles(stored.root) if manifest is None else VerifiedFiles(stored.root, manifest, folder)
 

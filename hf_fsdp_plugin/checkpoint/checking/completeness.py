@@ -1,7 +1,7 @@
 """Whether a checkpoint is complete, and has all that a Trainer continues with. Does not import torch.
 
 Only names, sizes, headers and metadata are read: the manifest, or the structure of the files if there is none.
-:mod:`hf_fsdp_plugin.checkpoint.checking.verify` checks the bytes. The Trainer itself skips what is missing without a
+:mod:`hf_fsdp_plugin.checkpoint.checking.hashes` checks the bytes. The Trainer itself skips what is missing without a
 message, and reads JSON without checks.
 """
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_fsdp_plugin.checkpoint.reading import states
-from hf_fsdp_plugin.checkpoint.reading.states import check_states
+from hf_fsdp_plugin.checkpoint.reading import pickled_states
+from hf_fsdp_plugin.checkpoint.reading.pickled_states import check_states
 from hf_fsdp_plugin.problems import CheckpointError
 
 SHARED = ["custom_checkpoint_0.pkl", "scheduler.pt", "trainer_state.json"]
@@ -30,8 +30,8 @@ def test_only_rank_0_lists_the_folder(checkpoint: Path, monkeypatch: pytest.Monk
     """Each rank knows the names of its own files. The names of the others come from rank 0."""
     read, listed = [], []
     listdir = Path.iterdir
-    monkeypatch.setattr(states, "broadcast_object", lambda own: own if rank == 0 else SHARED)
-    monkeypatch.setattr(states, "load_state_file", lambda path, only_check: read.append(path.name))
+    monkeypatch.setattr(pickled_states, "broadcast_object", lambda own: own if rank == 0 else SHARED)
+    monkeypatch.setattr(pickled_states, "load_state_file", lambda path, only_check: read.append(path.name))
     monkeypatch.setattr(Path, "iterdir", lambda folder: listed.append(folder) or listdir(folder))
     check_states(checkpoint, rank, 3, verify=False)
     own = {f"rng_state_{rank}.pth", f"random_states_{rank}.pkl"} | ({"rng_state.pth"} if rank == 0 else set())
@@ -40,7 +40,7 @@ def test_only_rank_0_lists_the_folder(checkpoint: Path, monkeypatch: pytest.Monk
 
 
 def test_checksums_replace_a_missing_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states, "broadcast_object", lambda own: own)
+    monkeypatch.setattr(pickled_states, "broadcast_object", lambda own: own)
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     torch.save({"last_epoch": torch.ones(100)}, tmp_path / "scheduler.pt")

@@ -20,7 +20,7 @@ import torch
 
 from hf_fsdp_plugin.backends.ranks.agreement import broadcast_object, on_all_ranks
 from hf_fsdp_plugin.checkpoint import names as file_names
-from hf_fsdp_plugin.checkpoint.checking.verify import REPLACE_FILE, VerifiedFiles
+from hf_fsdp_plugin.checkpoint.checking.hashes import REPLACE_FILE, VerifiedFiles
 from hf_fsdp_plugin.checkpoint.errors import problems_of, raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.file_io import open_for_reading
 from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest
