@@ -21,6 +21,8 @@ from hf_fsdp_plugin.text import format_names
 from hf_fsdp_plugin.torch_private.modules import CHECKPOINTED_ATTRIBUTE
 from hf_fsdp_plugin.vocabulary import nearest_word
 
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
 
 def policy_modules(tree: ModuleTree, problems: ProblemCollector) -> tuple[str, ...]:
     """Return the first names of the modules that the policy selects, children before parents, without the root."""
@@ -95,12 +97,13 @@ def _by_size(tree: ModuleTree, threshold: int) -> tuple[str, ...]:
         """Select units in ``module`` like torch's ``_recursive_wrap``, and return their number of parameters.
 
         As in torch's ``size_based_auto_wrap_policy``, lists are no units, because they are never called, and attention
-        has none inside, because it reads the weights of its projections.
+        has none inside, because it reads the weights of its projections. torch makes units of lists of parameters,
+        which nothing gathers.
         """
         if size(module) < threshold or isinstance(module, nn.MultiheadAttention):
             return 0
         inner = sum(select(child, False) for child in module.children() if id(child) not in tree.ignored)
-        if not is_root and size(module) - inner >= threshold and not isinstance(module, nn.ModuleList | nn.ModuleDict):
+        if not is_root and size(module) - inner >= threshold and not isinstance(module, _LISTS):
             selected[id(module)] = None
             return size(module)
         return inner

@@ -32,3 +32,5 @@ def test_watch_shows_the_run_of_a_trainer(two_ranks: Ranks, tmp_path: Path, caps
     assert main(["watch", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "step 6 of 6 (100%)" in shown and "LlamaForCausalLM" in shown and "differs:" not in shown
+    lines = shown[shown.index("memory by kind at step 6") :].splitlines()
+    assert [line.split("  ")[0] for line in lines[1:5]] == ["parameters", "gradients", "optimizer state", "other"]

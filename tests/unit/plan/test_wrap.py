@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -124,6 +125,13 @@ def test_size_policy_wraps_modules_from_the_threshold() -> None:
 def test_size_policy_does_not_split_attention() -> None:
     model = nn.ModuleDict({"attention": nn.MultiheadAttention(16, 2), "mlp": nn.Linear(64, 64)})
     assert units_of(sized(100), nn.Sequential(model)) == ["0.mlp", ""]
+
+
+def test_size_policy_makes_no_units_of_parameter_lists() -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    weights = [nn.Parameter(torch.zeros(64, 64)) for _ in range(2)]
+    model[0].prompts, model[0].scales = nn.ParameterList(weights[:1]), nn.ParameterDict({"a": weights[1]})
+    assert units_of(sized(100), nn.Sequential(model)) == ["0.0", ""]
 
 
 def test_root_is_the_only_unit_without_a_policy() -> None:
