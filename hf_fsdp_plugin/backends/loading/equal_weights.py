@@ -29,8 +29,9 @@ _MASK = (1 << 62) - 1
 _NO_VIEW = 0
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> the integer type with the same size."""
-_ADDED = 1 << 24
-"""Number of elements that are added at a time: torch makes a copy of them with 8 bytes each."""
+_COPIED = 1 << 24
+"""Elements of a tensor at an odd address that are copied at a time."""
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 def find_mapped_parameters(model: nn.Module, device: torch.device) -> set[int]:
@@ -65,17 +66,30 @@ def _equal_on_all_ranks(values: Sequence[int], device: torch.device) -> list[boo
 
 
 def hash_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a hash of a tensor's bits as an int64 scalar on its device; the sum of its bits if that has no kernel."""
+    """Return a hash of a tensor's bits as an int64 scalar on its device; the sum of its bits if that has no kernel.
+
+    torch's hash is an XOR, which stays the same if an even number of equal elements change alike, as weights of 1.0 do.
+    So the sum is a part of the hash, too.
+    """
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    if tensor.element_size() in INTEGERS:  # torch has no kernel for complex numbers, fp8 and unsigned integers
-        tensor = tensor.contiguous().view(INTEGERS[tensor.element_size()])
+    # torch has no kernel for fp8 and unsigned integers
+    flat = tensor.contiguous().reshape(-1).view(INTEGERS[tensor.element_size()])
+    added = _sum_of_bits(flat)
     try:
-        return torch.hash_tensor(tensor).view(torch.int64)
+        return torch.hash_tensor(flat).view(torch.int64) ^ (added * _ODD)
     except NotImplementedError:  # torch 2.13 has kernels for CPU and CUDA
-        parts = [part.sum(dtype=torch.int64) for part in tensor.reshape(-1).split(_ADDED)]
-        return torch.stack(parts).sum()
+        return added
+
+
+def _sum_of_bits(flat: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the integers of 64 bits in the memory of a tensor, and of the elements at its end."""
+    per_word = 8 // flat.element_size()
+    words, rest = flat.split([flat.numel() - flat.numel() % per_word, flat.numel() % per_word])
+    is_aligned = flat.data_ptr() % 8 == 0 == flat.storage_offset() % per_word
+    parts = [words] if is_aligned else (part.clone() for part in words.split(_COPIED))
+    return torch.stack([rest.sum(dtype=torch.int64), *(part.view(torch.int64).sum() for part in parts)]).sum()
 
 
 def read_together(tensors: Mapping[Any, torch.Tensor]) -> dict[Any, Any]:

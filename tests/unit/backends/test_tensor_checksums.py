@@ -33,6 +33,16 @@ def test_hash_depends_on_every_element() -> None:
     assert hash_bits(tensor) == hash_bits(tensor.clone()) != hash_bits(changed)
 
 
+@pytest.mark.parametrize("begin", [0, 1])
+def test_equal_changes_of_equal_elements_change_the_hash(begin: int) -> None:
+    ones = torch.ones(65)[begin : begin + 64]
+    assert torch.hash_tensor(ones) == torch.hash_tensor(ones * 0.5)
+    halves, some = ones * 0.5, ones.clone()
+    some[:2] = 0.5
+    assert len({int(hash_bits(each)) for each in (ones, halves, some)}) == 3
+    assert hash_bits(ones) == hash_bits(ones.clone())  # which begins at another address
+
+
 def test_hash_without_a_kernel_is_computed_on_the_device() -> None:
     tensor = torch.arange(12.0)
     with pytest.raises(NotImplementedError):
