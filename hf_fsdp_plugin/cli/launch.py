@@ -25,11 +25,12 @@ from hf_fsdp_plugin.cli.main import tool
 from hf_fsdp_plugin.cli.output import exit_code, in_line_order, print_problems
 from hf_fsdp_plugin.launcher import flags
 from hf_fsdp_plugin.launcher import world as worlds
-from hf_fsdp_plugin.launcher.ranks import RankJob, launch_env, rank_command
+from hf_fsdp_plugin.launcher.rank_processes import RankJob, launch_env, rank_command
 from hf_fsdp_plugin.launcher.run_script import check_script
 from hf_fsdp_plugin.problems import Problem, SpecError, UsageError
 from hf_fsdp_plugin.rank_variables import POD_ID_VARIABLE, RUN_ID_VARIABLE, exit_limit, hang_limit
 from hf_fsdp_plugin.sources import environment_variables
+from hf_fsdp_plugin.sources.config_location import default_config_file
 from hf_fsdp_plugin.sources.config_tree import ConfigFile
 from hf_fsdp_plugin.sources.handover import LaunchHandover
 from hf_fsdp_plugin.sources.interface import Sources
@@ -186,7 +187,7 @@ def _check_writable(options: Mapping[str, str]) -> None:
 def _sources(arguments: flags.LaunchArguments) -> Sources:
     if given := arguments.options.get("config_file"):
         config: ConfigFile | None = ConfigFile.at(given)
-    elif config := environment_variables.default_config_file(os.environ):
+    elif config := default_config_file(os.environ):
         _print_notices(arguments, f"no --config_file: reading Accelerate's default config file {config.shown}")
     sources = Sources(config=config, command_line=arguments.command_line, overrides=arguments.overrides)
     return cast(Sources, tool("convert.conversion").with_converted_config(sources, arguments.script_args))

@@ -55,7 +55,7 @@ _OWN_NAMES: Final = (
 
 
 _NUM_LAST_FRAMES = 2
-_RECORDING = os.path.join("integrations", "call_hooks.py")
+_RECORDING = os.path.join("integrations", "collective_hooks.py")
 """The file whose functions are called around each collective."""
 
 

@@ -22,7 +22,7 @@ from hf_fsdp_plugin.hangs import process_end, watch_files
 from hf_fsdp_plugin.hangs.calls import record
 from hf_fsdp_plugin.hangs.python_stacks import StackFile, stack_file
 from hf_fsdp_plugin.hangs.watch_files import RankFiles, write_if_possible
-from hf_fsdp_plugin.integrations import call_hooks, resuming
+from hf_fsdp_plugin.integrations import collective_hooks, resuming
 from hf_fsdp_plugin.integrations.before_imports import RANK_VARIABLE, is_rank, may_be_rank, rank_process
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.integrations.watch_thread import WatchedRank, WatchThread
@@ -113,7 +113,7 @@ class Watch:
         session().in_flight_file = files.saving
         resuming.attempt().begin(files)
         if own.hang_limit:
-            call_hooks.record_calls(files.calls)
+            collective_hooks.record_calls(files.calls)
         else:
             with contextlib.suppress(OSError):
                 record().open(files.calls, calls=False)

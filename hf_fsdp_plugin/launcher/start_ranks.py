@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Final
 import hf_fsdp_plugin.time_limits as time_limits
 from hf_fsdp_plugin.hangs.process_end import print_block
 from hf_fsdp_plugin.hangs.watch_files import FoundHang, RankFiles, remove_files, scratch_folder, write_if_possible
-from hf_fsdp_plugin.launcher.ranks import RankJob, RankOutput, RankProcess, rank_env
+from hf_fsdp_plugin.launcher.rank_processes import RankJob, RankOutput, RankProcess, rank_env
 from hf_fsdp_plugin.launcher.rendezvous import Announced, Rendezvous, RendezvousError, SignalException, wait_until
 from hf_fsdp_plugin.runs.attempts import assess_attempt, refuse_restart
 from hf_fsdp_plugin.runs.failures import AttemptResult, first_failure, summarize_exit, tell_failure

@@ -11,8 +11,8 @@ from typing import Any, Final
 from hf_fsdp_plugin.problems import DEFAULT_ORIGIN, Origin, Problem, SpecError, has_errors
 from hf_fsdp_plugin.sources import accelerate_file, command_line, environment_variables
 from hf_fsdp_plugin.sources.accelerate_file import FsdpConfig
+from hf_fsdp_plugin.sources.config_location import locate_config
 from hf_fsdp_plugin.sources.config_tree import ConfigFile
-from hf_fsdp_plugin.sources.environment_variables import locate_config
 from hf_fsdp_plugin.sources.interface import Setting, Sources, SourceSettings, config_of
 from hf_fsdp_plugin.sources.script_objects import ARGUMENTS, FsdpOptions
 from hf_fsdp_plugin.spec.derived_settings import derive_spec

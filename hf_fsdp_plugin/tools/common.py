@@ -110,7 +110,7 @@ def run_job(
         should_stop: called again and again while the ranks run. Returns why they are stopped; ``None`` if they are not.
     """
     from hf_fsdp_plugin.launcher.flags import LaunchArguments
-    from hf_fsdp_plugin.launcher.ranks import RankJob, launch_env, rank_command
+    from hf_fsdp_plugin.launcher.rank_processes import RankJob, launch_env, rank_command
     from hf_fsdp_plugin.launcher.rendezvous import Rendezvous  # imports torch
     from hf_fsdp_plugin.launcher.start_ranks import run_once
     from hf_fsdp_plugin.runs.attempts import Restarts

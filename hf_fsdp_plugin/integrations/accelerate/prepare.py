@@ -24,7 +24,7 @@ from hf_fsdp_plugin.backends.sharding import shard as sharding
 from hf_fsdp_plugin.backends.sharding.script_access import check_parameter_hooks, free_before_step
 from hf_fsdp_plugin.devices import get_device
 from hf_fsdp_plugin.hangs.calls import record
-from hf_fsdp_plugin.integrations import call_hooks, peft, resuming, saving, script_arguments
+from hf_fsdp_plugin.integrations import collective_hooks, peft, resuming, saving, script_arguments
 from hf_fsdp_plugin.integrations.accelerate import fp8, private, run_report
 from hf_fsdp_plugin.integrations.accelerate.accelerator import adopt_models
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, if_planned, planned_plugin
@@ -193,7 +193,7 @@ def shard_model(
         # 5. Hooks: the progress, the diagnosis of hangs and the observers of this rank follow the model.
         record().count_forwards(sharded)
         watch().follow_thread()
-        call_hooks.name_units(sharded)
+        collective_hooks.name_units(sharded)
         observers().notify("model_prepared", accelerator, sharded, plan, is_trained=is_trained)
         if is_first and is_trained:
             run_metrics().follow(sharded, plan, partial(run_report.report_folder, accelerator))

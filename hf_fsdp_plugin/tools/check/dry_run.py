@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from hf_fsdp_plugin.cli.output import print_json
 from hf_fsdp_plugin.launcher import flags
 from hf_fsdp_plugin.launcher import world as worlds
-from hf_fsdp_plugin.launcher.ranks import settings_env
+from hf_fsdp_plugin.launcher.rank_processes import settings_env
 from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
 from hf_fsdp_plugin.sources.command_line import parse_flags
 from hf_fsdp_plugin.sources.interface import Sources

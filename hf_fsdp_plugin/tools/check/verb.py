@@ -21,8 +21,8 @@ from hf_fsdp_plugin.cli.main import make_parser
 from hf_fsdp_plugin.cli.output import OK, PROBLEMS, in_line_order, print_json
 from hf_fsdp_plugin.launcher.flags import Parser, add_override_flag, add_setting_flags
 from hf_fsdp_plugin.problems import Problem, has_errors
+from hf_fsdp_plugin.sources.config_location import default_config_file
 from hf_fsdp_plugin.sources.config_tree import MAX_BYTES, ConfigFile
-from hf_fsdp_plugin.sources.environment_variables import default_config_file
 from hf_fsdp_plugin.sources.interface import Sources, config_of
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.tools.check.output import Checked, check_sources, plan_of_model

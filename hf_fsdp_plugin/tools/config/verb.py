@@ -25,9 +25,8 @@ from typing import Any, Final
 from hf_fsdp_plugin.cli.output import OK, print_failure, print_json, print_problems
 from hf_fsdp_plugin.launcher.world import find_devices
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError, has_errors
-from hf_fsdp_plugin.sources import environment_variables
+from hf_fsdp_plugin.sources.config_location import accelerate_cache, default_config_file
 from hf_fsdp_plugin.sources.config_tree import ConfigFile, config_tree, read_text
-from hf_fsdp_plugin.sources.environment_variables import default_config_file
 from hf_fsdp_plugin.sources.interface import Sources
 from hf_fsdp_plugin.spec.load import Assessment, assess
 from hf_fsdp_plugin.spec.value_parsers import setting_to_json
@@ -204,7 +203,7 @@ def find_target(name: str | None, variables: Mapping[str, str], *, force: bool) 
     if name == STDOUT:
         return Target(path=None, shown=STDOUT)
     found = default_config_file(variables) if name is None else ConfigFile.at(name)
-    folder = environment_variables.accelerate_cache(variables)
+    folder = accelerate_cache(variables)
     path = found.path if found is not None else Path(folder, "default_config.yaml")
     target = Target(path=path, shown=name or str(path), is_default=name is None)
     check_place(path, target.shown, makes_folders=target.is_default)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 from hf_fsdp_plugin.cli.output import exit_code, in_line_order, print_failure
 from hf_fsdp_plugin.launcher.flags import FLAG_TABLES, Parser, add_setting_flags
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError, UsageError, has_errors
-from hf_fsdp_plugin.sources.environment_variables import default_config_file
+from hf_fsdp_plugin.sources.config_location import default_config_file
 from hf_fsdp_plugin.tools.check import verb as check
 from hf_fsdp_plugin.tools.check.output import load_meta_model, plan_with_problems
 from hf_fsdp_plugin.tools.common import SIZE_SPELLINGS, check_needs, nearest_multiples, parse_bytes, whole_number

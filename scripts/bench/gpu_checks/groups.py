@@ -100,7 +100,7 @@ def collectives(case: Case) -> Case:
 
     from hf_fsdp_plugin.hangs.calls import rank_from_json, read_calls, record
     from hf_fsdp_plugin.hangs.hang_cause import compare_calls
-    from hf_fsdp_plugin.integrations.call_hooks import record_calls
+    from hf_fsdp_plugin.integrations.collective_hooks import record_calls
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "calls"

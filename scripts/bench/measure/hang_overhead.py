@@ -34,7 +34,7 @@ def record_seconds(record: Any) -> float:
     import torch
     import torch.distributed as dist
 
-    from hf_fsdp_plugin.integrations.call_hooks import record_collective, record_wait, unit_method
+    from hf_fsdp_plugin.integrations.collective_hooks import record_collective, record_wait, unit_method
 
     class Unit:
         _module_fqn = "model.layers.0"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hf_fsdp_plugin.launcher.flags import LaunchArguments
-from hf_fsdp_plugin.launcher.ranks import settings_env
+from hf_fsdp_plugin.launcher.rank_processes import settings_env
 from hf_fsdp_plugin.launcher.world import World
 from hf_fsdp_plugin.spec.load import load_spec
 from hf_fsdp_plugin.spec.rules import mesh_variables

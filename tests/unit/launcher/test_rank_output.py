@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hf_fsdp_plugin.launcher.ranks import RankJob, RankOutput
+from hf_fsdp_plugin.launcher.rank_processes import RankJob, RankOutput
 
 NUM_BYTES = 300_000
 

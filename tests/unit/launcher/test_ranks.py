@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hf_fsdp_plugin.hangs.watch_files import RankFiles
-from hf_fsdp_plugin.launcher.ranks import RankProcess
+from hf_fsdp_plugin.launcher.rank_processes import RankProcess
 from hf_fsdp_plugin.time_limits import SAVE, SETTLE, TERM
 
 

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
-from hf_fsdp_plugin.sources.environment_variables import default_config_file, find_launch, launch_flags
+from hf_fsdp_plugin.sources.config_location import default_config_file, find_launch, launch_flags
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from hf_fsdp_plugin.sources import environment_variables
+from hf_fsdp_plugin.sources import config_location, environment_variables
 from hf_fsdp_plugin.spec.load import load_spec
 
 LAUNCHED = {  # written by accelerate launch for a file with SHARD_GRAD_OP
@@ -72,7 +72,7 @@ def test_environment_of_process_is_default(monkeypatch):
     ],
 )
 def test_default_file_is_in_accelerate_cache(variables, folder):
-    assert environment_variables.accelerate_cache(variables) == folder.replace("/", os.sep)
+    assert config_location.accelerate_cache(variables) == folder.replace("/", os.sep)
 
 
 POD = {

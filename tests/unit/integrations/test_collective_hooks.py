@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import _functional_collectives, distributed_c10d
 
-from hf_fsdp_plugin.integrations import call_hooks
+from hf_fsdp_plugin.integrations import collective_hooks
 from hf_fsdp_plugin.integrations.hooks import HOOKS, Hook
 
 RESOLVE = ("_resolve_group(", "_resolve_group_name(")
@@ -40,6 +40,6 @@ def test_every_functional_collective_is_recorded() -> None:
     own = {name: function for name, function in functions if function.__module__ == _functional_collectives.__name__}
     resolving = {name for name, function in own.items() if any(call in inspect.getsource(function) for call in RESOLVE)}
     resolving -= {*ONLY_IN_GRAPHS, "_resolve_group"}
-    assert resolving and all(call_hooks.functional_operation(name) for name in resolving)
+    assert resolving and all(collective_hooks.functional_operation(name) for name in resolving)
     for name in resolving:
         assert {"self", "inputs"} & inspect.signature(own[name]).parameters.keys()
