@@ -171,6 +171,7 @@ class RankCalls:
         is_busy: whether it may still come: its Python stack has changed, its processes have worked, or it waits for a
             file system, the network or a data loader.
         counts: its optimizer steps and forwards; ``None`` if they were not counted.
+        stack: its Python stack, outermost frame first: file, line, function, and the text of the line.
     """
 
     rank: int
@@ -185,6 +186,7 @@ class RankCalls:
     cpu: float | None = None
     is_busy: bool = False
     counts: Counts | None = None
+    stack: tuple[tuple[str, int, str, str], ...] = ()
 
     @property
     def on_accelerator(self) -> bool:
@@ -212,7 +214,8 @@ def rank_from_json(content: Mapping[str, Any]) -> RankCalls:
         for name, group in content["groups"].items()
     }
     counts = content["counts"] and Counts(**content["counts"])
-    return RankCalls(**{**content, "wait": wait, "groups": groups, "counts": counts})
+    stack = tuple(map(tuple, content["stack"]))
+    return RankCalls(**{**content, "wait": wait, "groups": groups, "counts": counts, "stack": stack})
 
 
 _HEADER: Final = struct.Struct("10Q")

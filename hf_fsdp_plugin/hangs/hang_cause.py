@@ -63,7 +63,6 @@ class Diagnosis:
         difference: the first difference; ``None`` without one.
         is_busy: whether each late rank may still come.
         known: what is known of all ranks of the run, by rank.
-        stacks: the Python stacks of the ranks of this machine, outermost frame first.
     """
 
     kind: HangKind
@@ -73,7 +72,10 @@ class Diagnosis:
     difference: Difference | None = None
     is_busy: bool = False
     known: Mapping[int, RankCalls] = field(default_factory=dict)
-    stacks: Mapping[int, Sequence[Frame]] = field(default_factory=dict)
+
+    def stack_of(self, rank: int) -> list[Frame]:
+        """Return the Python stack of a rank, outermost frame first; empty if it is unknown."""
+        return [Frame(*each) for each in self.known[rank].stack] if rank in self.known else []
 
 
 def diagnose_hang(ranks: Iterable[RankCalls], *, limit: float) -> Diagnosis | None:

@@ -78,8 +78,8 @@ def found_hang(diagnosis: Diagnosis, dump: Path | None) -> FoundHang:
     lines = [f"hang: {problem}"]
     if diagnosis.kind != "different" and diagnosis.difference is not None:
         lines.append(f"before, {diagnosis.difference}")
-    for rank in [rank for rank in causes if diagnosis.stacks.get(rank)][:_MAX_STACKS]:
-        lines.append("\n".join([f"stack of rank {rank}:", *format_stack(diagnosis.stacks[rank])]))
+    for rank in [rank for rank in causes if diagnosis.stack_of(rank)][:_MAX_STACKS]:
+        lines.append("\n".join([f"stack of rank {rank}:", *format_stack(diagnosis.stack_of(rank))]))
     others = [] if diagnosis.kind == "late" else list(causes)
     others += [rank for rank in sorted(diagnosis.known) if rank not in causes]
     lines += shown_places(diagnosis.known[rank] for rank in others if diagnosis.known[rank].place)

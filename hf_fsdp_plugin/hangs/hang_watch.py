@@ -92,10 +92,10 @@ class HangFinder:
     def answer(self, ranks: Sequence[Peer]) -> None:
         """Answer the questions of other machines."""
         if self._queries.is_asked():
-            self._queries.answer(self._read(ranks)[0])
+            self._queries.answer(self._read(ranks))
 
     def _diagnose(self, ranks: Sequence[Peer], limit: float, longest: float) -> Diagnosis | None:
-        own, stacks = self._read(ranks)
+        own = self._read(ranks)
         others = self._queries.ask(own)
         if others is None:
             return None
@@ -116,9 +116,9 @@ class HangFinder:
             self._sample = self._take_sample(ranks)
             self._next_diagnosis = time.monotonic() + limit / 2  # the processor time is measured until then
             return None
-        return replace(diagnosis, stacks=stacks)
+        return diagnosis
 
-    def _read(self, ranks: Sequence[Peer]) -> tuple[list[RankCalls], dict[int, Sequence[python_stacks.Frame]]]:
+    def _read(self, ranks: Sequence[Peer]) -> list[RankCalls]:
         """Return the calls and states of the ranks of this machine, and their stacks."""
         before = self._sample or self._take_sample(ranks)
         # On a busy machine, the sample may have taken until now.
@@ -149,9 +149,10 @@ class HangFinder:
                     is_busy=rank.rank in moved
                     or (state != "halted" and has_worked(old, new, seconds, known.on_accelerator))
                     or (old.in_file_system or new.in_file_system or waits_for_data(stack)),
+                    stack=tuple((each.file, each.line, each.name, each.source) for each in after.stacks[rank.rank]),
                 )
             )
-        return found, dict(after.stacks)
+        return found
 
     def _take_sample(self, ranks: Sequence[Peer]) -> _Sample:
         # Read first, because the ranks use processor time when they handle the signal.
@@ -196,7 +197,7 @@ def write_hang(diagnosis: Diagnosis, folder: Path | None, *, limit: float) -> Pa
     Args:
         folder: where the user wants logs. By default the working directory.
     """
-    problem = hang_problem(diagnosis)
+    problem, ranks = hang_problem(diagnosis), [rank for _, rank in sorted(diagnosis.known.items())]
     content = {
         "schema": SCHEMA_VERSION,
         "time": time.time(),
@@ -207,8 +208,8 @@ def write_hang(diagnosis: Diagnosis, folder: Path | None, *, limit: float) -> Pa
         "ranks": diagnosis.ranks,
         "waiting": [asdict(each) | each.call._asdict() for each in (diagnosis.waiting, *diagnosis.others)],
         "difference": diagnosis.difference and asdict(diagnosis.difference),
-        "calls_of_ranks": [rank.to_json() for _, rank in sorted(diagnosis.known.items())],
-        "stacks": {str(rank): list(map(asdict, stack)) for rank, stack in diagnosis.stacks.items()},
+        "calls_of_ranks": [replace(rank, stack=()).to_json() for rank in ranks],
+        "stacks": {str(rank.rank): list(map(asdict, diagnosis.stack_of(rank.rank))) for rank in ranks if rank.stack},
     }
     path = (folder or Path()) / f"fsdp_hang_{time.strftime('%Y%m%d_%H%M%S')}.json"
     watch_files.write_if_possible(path, json.dumps(content, indent=1))

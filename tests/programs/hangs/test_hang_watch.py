@@ -242,6 +242,32 @@ def test_first_announcement_ends_all_machines(ranks: Make) -> None:
     assert hang is None, "the machine that has announced a hang does not answer any more"
 
 
+def test_stack_of_a_rank_on_another_machine_is_shown(ranks: Make, tmp_path: Path) -> None:
+    store, both, ended = dist.HashStore(), ranks(), threading.Event()
+    (tmp_path / "data.py").write_text("wait_for_lock()\n")
+    frame = f'  File "{tmp_path / "data.py"}", line 1 in __getitem__'
+    both[1].files.stacks.write_text(f"Stack (most recent call first):\n{frame}\n")
+    asking, answering = queries_of(store, 0, 2), queries_of(store, 1, 2)
+
+    def answer() -> None:
+        other = HangFinder(limit=10 * LIMIT, is_strict=True, hang_queries=answering, notice=lambda notice: None)
+        while not ended.wait(0.02):
+            other.answer(both[1:])
+
+    machine = threading.Thread(target=answer)
+    machine.start()
+    hang, _ = watch_for(both[:1], 20.0, hang_queries=asking)
+    ended.set()
+    machine.join()
+    assert hang is not None and hang.ranks == (1,)
+    shown = found_hang(hang, None).text
+    assert "stack of rank 1:" in shown and "__getitem__" in shown and "wait_for_lock()" in shown
+    dump = write_hang(hang, tmp_path, limit=LIMIT)
+    assert dump is not None and [each["name"] for each in json.loads(dump.read_text())["stacks"]["1"]] == [
+        "__getitem__"
+    ]
+
+
 def test_silent_machine_is_late(ranks: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     class Silent(HangQueries):
         def ask(self, ranks: object, seconds: float = 0.0) -> list[RankCalls]:
