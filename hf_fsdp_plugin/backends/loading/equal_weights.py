@@ -32,6 +32,7 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _COPIED = 1 << 24
 """Elements of a tensor at an odd address that are copied at a time."""
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
+"""Spreads the bits of the sum, so that the XOR of equal words does not undo it."""
 
 
 def find_mapped_parameters(model: nn.Module, device: torch.device) -> set[int]:

@@ -47,20 +47,31 @@ def process_fsdp_args(original: Callable[[], Any], arguments: Any) -> Any:
     Raises:
         SpecError: any source has an error. The exception contains all problems of all sources.
     """
-    mesh = getattr(arguments, "parallelism_config", None)
-    spec = session().load(training_arguments=fsdp_arguments(arguments), parallelism_config=mesh)
-    print_warnings(spec.problems)
+    spec = read_spec(arguments)
     if not spec.enabled:
         if arguments.fsdp and not spec.uses_xla:
             arguments.fsdp = None  # Transformers turns FSDP on for any text, "false" included
         return original()
-    print_or_raise([*check_object(arguments, source=ARGUMENTS)])
-    session().remember(arguments, spec)
     if arguments.fsdp:
         arguments.fsdp = True
         arguments.fsdp_config = _completed_config(arguments.fsdp_config, spec)
-    set_loading_variables(spec)
     return None
+
+
+def read_spec(arguments: Any) -> FsdpSpec:
+    """Return the spec of all sources with a ``TrainingArguments``, which is remembered if it enables FSDP.
+
+    Raises:
+        SpecError: any source has an error, or an argument of the script is refused.
+    """
+    mesh = getattr(arguments, "parallelism_config", None)
+    spec = session().load(training_arguments=fsdp_arguments(arguments), parallelism_config=mesh)
+    print_warnings(spec.problems)
+    if spec.enabled:
+        print_or_raise([*check_object(arguments, source=ARGUMENTS)])
+        session().remember(arguments, spec)
+        set_loading_variables(spec)
+    return spec
 
 
 def _completed_config(config: Any, spec: FsdpSpec) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from hf_fsdp_plugin.integrations.run_metrics import run_metrics
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import attributes_in_block, current_run, session
 from hf_fsdp_plugin.integrations.transformers import private
-from hf_fsdp_plugin.integrations.transformers.arguments import fsdp_arguments
+from hf_fsdp_plugin.integrations.transformers.arguments import fsdp_arguments, read_spec
 from hf_fsdp_plugin.integrations.transformers.checkpoint_hooks import (
     checkpoint_to_resume,
     load_other_model,
@@ -94,11 +94,9 @@ def _spec_of_trainer(trainer: Any) -> FsdpSpec | None:
 
 def _spec_of_arguments(arguments: Any) -> FsdpSpec | None:
     """Return the spec of a ``TrainingArguments``, which is read here if it is a copy, or older than ``install``."""
-    if (spec := session().spec_of_arguments(arguments)) is not None or not arguments.fsdp:
-        return spec
-    spec = session().load(training_arguments=fsdp_arguments(arguments), parallelism_config=arguments.parallelism_config)
-    print_warnings(spec.problems)
-    return spec if spec.enabled else None
+    if session().spec_of_arguments(arguments) is None and arguments.fsdp:
+        read_spec(arguments)
+    return session().spec_of_arguments(arguments)
 
 
 def validate_args(original: Callable[[], None], trainer: Any) -> None:
