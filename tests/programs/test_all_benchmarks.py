@@ -64,6 +64,7 @@ def test_most_benchmarks_have_quick_sizes():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("name", [row.name for row in BENCHMARKS if row.quick is not None])
 def test_benchmark_runs_with_small_sizes(name: str):
     command = [sys.executable, "-m", "scripts.bench", "--quick", "--only", name]

@@ -29,7 +29,7 @@ def parse_args() -> argparse.Namespace:
     return parse_blocks(make_parser(__doc__, "hang_overhead"), pairs=40)
 
 
-def record_seconds(record: Any) -> float:
+def record_seconds(calls: Any) -> float:
     """Return the processor time that records add to one collective of a unit: three hooks and what they write."""
     import torch
     import torch.distributed as dist
@@ -47,7 +47,7 @@ def record_seconds(record: Any) -> float:
     method = unit_method(lambda unit: end(start(group, tensor, tensor)))
 
     def seconds(is_open: bool) -> float:
-        record().is_open = is_open
+        calls.is_open = is_open
         begin = time.process_time()
         for _ in range(NUM_CALLS):
             method(unit)
