@@ -64,10 +64,8 @@ class Call(NamedTuple):
     peer: int | None = None
 
     def __str__(self) -> str:
-        of_unit = f" of {self.unit}" if self.unit else ""
-        return f"{self.operation}{of_unit}" + (
-            f" ({self.num_elements:,} × {short_dtype(self.dtype)})" if self.dtype else ""
-        )
+        name = f"{self.operation} of {self.unit}" if self.unit else self.operation
+        return f"{name} ({self.num_elements:,} × {short_dtype(self.dtype)})" if self.dtype else name
 
     @property
     def compared(self) -> tuple[Any, ...]:
