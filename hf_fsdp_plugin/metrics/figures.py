@@ -50,15 +50,9 @@ class Slower:
     usual: float
 
 
-def difference(before: Row, now: Row, name: str) -> float:
-    """Return by how much a number of a rank has grown between two steps."""
-    found: float = getattr(now, name) - getattr(before, name)
-    return found
-
-
-def phase_seconds(before: Row, now: Row) -> dict[ClockPhase, float]:
-    """Return the seconds of each phase between two steps, without waits for other ranks."""
-    return {phase: difference(before, now, phase) for phase in PHASES}
+def phase_seconds(row: Row) -> dict[ClockPhase, float]:
+    """Return the seconds of each phase, without waits for other ranks."""
+    return {phase: getattr(row, phase) for phase in PHASES}
 
 
 def slowest_rank(before: Rows, now: Rows) -> Slower | None:
@@ -70,15 +64,16 @@ def slowest_rank(before: Rows, now: Rows) -> Slower | None:
     ranks = sorted(before.keys() & now.keys())
     if len(ranks) < 2:
         return None
-    phases = {rank: phase_seconds(before[rank], now[rank]) for rank in ranks}
+    done = {rank: now[rank].since(before[rank]) for rank in ranks}
+    phases = {rank: phase_seconds(row) for rank, row in done.items()}
     own = {rank: sum(seconds.values()) for rank, seconds in phases.items()}
     slowest = max(ranks, key=own.__getitem__)
     others = [rank for rank in ranks if rank != slowest]
     lost = own[slowest] - statistics.median(own[rank] for rank in others)
-    whole = own[slowest] + difference(before[slowest], now[slowest], "waiting")
+    whole = own[slowest] + done[slowest].waiting
     usual = {phase: statistics.median(phases[rank][phase] for rank in others) for phase in PHASES}
     phase = max(PHASES, key=lambda each: phases[slowest][each] - usual[each])
-    steps = max(1.0, difference(before[slowest], now[slowest], "measured"))
+    steps = max(1.0, done[slowest].measured)
     by = lost / max(whole - lost, 1e-9)
     return Slower(rank=slowest, by=by, phase=phase, seconds=phases[slowest][phase] / steps, usual=usual[phase] / steps)
 
@@ -94,24 +89,25 @@ def figures_of(
         flops: FLOPs of the model per token, forward and backward.
         peak: FLOP/s of the device of a rank; ``None`` if they are unknown.
     """
-    pairs = [(before[rank], now[rank]) for rank in before.keys() & now.keys()]
-    seconds = statistics.mean(difference(*pair, "time") for pair in pairs) if pairs else 0.0
+    done = [now[rank].since(before[rank]) for rank in before.keys() & now.keys()]
+    seconds = statistics.mean(row.time for row in done) if done else 0.0
     if seconds <= 0:
         return {}
-    rate = statistics.mean(difference(*pair, "tokens") for pair in pairs) / seconds
+    rate = statistics.mean(row.tokens for row in done) / seconds
     found = {f"{counts}_per_second": rate * world_size, f"{counts}_per_second_per_rank": rate}
     if flops:
         found["tflops_per_rank"] = rate * flops / 1e12
         if peak is not None:
             found["mfu"] = rate * flops / peak
-    whole = sum(sum(phase_seconds(*pair).values()) + difference(*pair, "waiting") for pair in pairs)
+    waiting = sum(row.waiting for row in done)
+    whole = sum(sum(phase_seconds(row).values()) for row in done) + waiting
     if whole > 0:
-        if waiting := sum(difference(*pair, "waiting") for pair in pairs):
+        if waiting:
             found["communication_exposed"] = waiting / whole
-        found["data_wait"] = sum(difference(*pair, "data") for pair in pairs) / whole
+        found["data_wait"] = sum(row.data for row in done) / whole
     if (slower := slowest_rank(before, now)) is not None:
         found |= {"slowest_rank": slower.rank, "slowest_rank_by": slower.by}
-    steps = difference(*pairs[0], "step")
+    steps = done[0].step
     return {"step_seconds": seconds / steps, **found} if steps else found
 
 
@@ -159,7 +155,7 @@ class StragglerSearch:
             self._before = now
             return None
         first = min(now)
-        if difference(before[first], now[first], "measured") < WINDOW_STEPS or not self.is_due(now[first].time):
+        if now[first].measured - before[first].measured < WINDOW_STEPS or not self.is_due(now[first].time):
             return None
         self._before = now
         return self._judge(slowest_rank(before, now))

@@ -65,6 +65,10 @@ class Row(NamedTuple):
     peak: float = 0.0
     reserved: float = 0.0
 
+    def since(self, before: Row) -> Row:
+        """Return what the rank has done since an earlier row."""
+        return Row(*(now - earlier for now, earlier in zip(self, before, strict=True)))
+
 
 _ROW: Final = struct.Struct(f"{len(Row._fields)}d")
 _COUNT: Final = struct.Struct("Q")
