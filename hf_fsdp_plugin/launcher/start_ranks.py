@@ -119,7 +119,7 @@ def run_once(job: RankJob, rendezvous: Rendezvous) -> AttemptResult:
 
 
 def _print_failures(job: RankJob, result: AttemptResult) -> None:
-    live = [rank.rank for rank in (result.exits if job.show_all else result.exits[:1])]
+    live = [rank.rank for rank in (result.exits if job.shown == "all" else result.exits[:1])]
     sys.stdout.flush()
     if text := tell_failure(result, debug=job.debug, shown_live=live):
         print(text, file=sys.stderr, flush=True)

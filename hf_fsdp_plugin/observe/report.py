@@ -37,11 +37,6 @@ class MemoryRow(ReportRow):
     """The memory of this rank (``observed_memory``), or a rank with its memory (``observed_rank``)."""
 
     @property
-    def memory(self) -> MemoryRow:
-        """The memory of a rank: its values stand beside the others of the rank."""
-        return self
-
-    @property
     def held_bytes(self) -> int:
         """The sum of parameters, gradients and optimizer state."""
         return sum(self[name] for name in HELD)
