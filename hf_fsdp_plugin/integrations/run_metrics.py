@@ -131,11 +131,8 @@ class RunMetrics(Observer):
         if self._counter is not None:
             self._counter[0].__exit__(None, None, None)
         self._ends, self._has_started, self._counter = [], False, None
-        if self.clock is not None:
-            if self.job is not None:
-                self.job.close()
-            for rows in self.rows.values():
-                rows.close()
+        if self.clock is not None and self.job is not None:
+            self.job.close()
         self.clock = None
         self._file, record().times_waits = None, False
 

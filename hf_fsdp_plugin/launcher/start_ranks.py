@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final
 
 import hf_fsdp_plugin.time_limits as time_limits
 from hf_fsdp_plugin.hangs.process_end import print_block
-from hf_fsdp_plugin.hangs.watch_files import FoundHang, RankFiles, remove_files, scratch_folder, write_if_possible
+from hf_fsdp_plugin.hangs.watch_files import FoundHang, RankFiles, scratch_folder, write_if_possible
 from hf_fsdp_plugin.launcher.rank_processes import RankJob, RankOutput, RankProcess, rank_env
 from hf_fsdp_plugin.launcher.rendezvous import Announced, Rendezvous, RendezvousError, SignalException, wait_until
 from hf_fsdp_plugin.runs.attempts import assess_attempt, refuse_restart
@@ -158,8 +158,6 @@ class Attempt:
     def __exit__(self, *_: object) -> None:
         for rank in self._running():
             rank.kill()
-        for rank in self.ranks:
-            remove_files(rank.files.stem)
         self._output.finish()
         for number in _FORWARDED:
             signal.signal(number, signal.SIG_DFL)

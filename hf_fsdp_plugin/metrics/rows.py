@@ -103,9 +103,6 @@ class RankRows:
         """Return a row by its number from 0, which is that of the same step on all ranks."""
         return Row(*_ROW.unpack_from(self._memory, _COUNT.size + index % NUM_ROWS * _ROW.size))
 
-    def close(self) -> None:
-        self._memory.release()
-
 
 def share_rows(rank: int, machines: Sequence[str]) -> dict[int, RankRows]:
     """Return the rows of this rank, and of the other ranks of its machine that it sees. Collective.
@@ -128,7 +125,7 @@ def share_rows(rank: int, machines: Sequence[str]) -> dict[int, RankRows]:
         memory, is_shared = mmap.mmap(file.fileno(), size), True
     shares = gather_objects(is_shared)  # now all ranks have mapped the file
     if rank == first and path:
-        Path(path).unlink()
+        Path(path).unlink(missing_ok=True)
     found = [other for other in ranks if other == rank or (rank == first and is_shared and shares[other])]
     places = {other: ranks.index(other) * _SIZE for other in found}
     return {other: RankRows(memoryview(memory)[place : place + _SIZE]) for other, place in places.items()}

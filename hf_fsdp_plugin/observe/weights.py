@@ -15,7 +15,6 @@ from weakref import ref
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.backends.loading.equal_weights import hash_bits, read_together
 from hf_fsdp_plugin.backends.loading.weight_loader import BroadcastRecord
@@ -29,7 +28,7 @@ from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.state import find_part, parts_of
 from hf_fsdp_plugin.torch_private.functions import current_backward
-from hf_fsdp_plugin.torch_private.modules import buffers, non_persistent_buffers
+from hf_fsdp_plugin.torch_private.modules import buffers, local_tensor, non_persistent_buffers
 
 _TOLERANCE = 1e-6
 _Checksum = list[float]
@@ -317,8 +316,7 @@ class GradientWatch:
 def _norms(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
     """Return the norms of this rank's parts of the gradients."""
     gradients = [p.grad for p in parameters_in(optimizer) if p.grad is not None]
-    locals_ = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-    norms = [torch.linalg.vector_norm(part).float() for part in locals_ if part.numel()]
+    norms = [torch.linalg.vector_norm(part).float() for part in map(local_tensor, gradients) if part.numel()]
     return torch.stack([norm.to(norms[0].device) for norm in norms]) if norms else None
 
 
