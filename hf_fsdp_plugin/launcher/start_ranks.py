@@ -43,40 +43,31 @@ _FORWARDED: Final = (signal.SIGUSR1, signal.SIGUSR2)
 def run_attempts(job: RankJob, rendezvous: Rendezvous) -> int:
     """Run the ranks until they succeed, or until no restart is left or helps. Returns the exit code of the launcher.
 
+    After a failure, its message is printed. All machines take the account of the machine that failed first, and decide
+    by it whether the ranks are started again.
+
     Raises:
         SpecError: the machines did not meet.
     """
     try:
-        while (code := _run_attempt(job, rendezvous)) is None:
-            pass
-        return code
+        while True:
+            began = time.monotonic()
+            result = run_once(job, rendezvous)
+            seconds = time.monotonic() - began
+            restarts = rendezvous.restarts
+            _print_failures(job, result)
+            if not result.exit_code or not restarts.max_restarts:
+                return result.exit_code
+            attempt = rendezvous.agree(assess_attempt(result, machine=rendezvous.machine, seconds=seconds))
+            if (refusal := refuse_restart(attempt, restarts)) is not None:
+                print(f"hf-fsdp: {refusal}", file=sys.stderr, flush=True)
+                return result.exit_code
+            after = rendezvous.restarts = restarts.after(attempt)
+            job.notice(f"{after.title}: {after.last_failure}")
     except SignalException as stop:  # a signal between two attempts
         return 128 + int(stop.sigval)
     finally:
         rendezvous.shutdown()
-
-
-def _run_attempt(job: RankJob, rendezvous: Rendezvous) -> int | None:
-    """Run the ranks once. Returns the exit code, or ``None`` if they are to be started again.
-
-    After a failure, its message is printed. All machines take the account of the machine that failed first, and decide
-    by it whether the ranks are started again.
-    """
-    began = time.monotonic()
-    result = run_once(job, rendezvous)
-    seconds = time.monotonic() - began
-    restarts = rendezvous.restarts
-    _print_failures(job, result)
-    code = result.exit_code
-    if not code or not restarts.max_restarts:
-        return code
-    attempt = rendezvous.agree(assess_attempt(result, machine=rendezvous.machine, seconds=seconds))
-    if (refusal := refuse_restart(attempt, restarts)) is not None:
-        print(f"hf-fsdp: {refusal}", file=sys.stderr, flush=True)
-        return code
-    after = rendezvous.restarts = restarts.after(attempt)
-    job.notice(f"{after.title}: {after.last_failure}")
-    return None
 
 
 def run_once(job: RankJob, rendezvous: Rendezvous) -> AttemptResult:
