@@ -22,7 +22,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from threading import get_ident
 from time import monotonic_ns
@@ -64,10 +64,8 @@ class Call(NamedTuple):
     peer: int | None = None
 
     def __str__(self) -> str:
-        of_unit = f" of {self.unit}" if self.unit else ""
-        return f"{self.operation}{of_unit}" + (
-            f" ({self.num_elements:,} × {short_dtype(self.dtype)})" if self.dtype else ""
-        )
+        name = f"{self.operation} of {self.unit}" if self.unit else self.operation
+        return f"{name} ({self.num_elements:,} × {short_dtype(self.dtype)})" if self.dtype else name
 
     @property
     def compared(self) -> tuple[Any, ...]:
@@ -483,24 +481,20 @@ def read_calls(rank: int, path: Path) -> RankCalls:
     if words is None:
         return RankCalls(rank=rank)
     rows = list(_group_rows(content[_GROUPS_AT : _GROUPS_AT + words[_GROUP_BYTES]]))
-    groups: dict[str, tuple[dict[str, Any], int, list[Call]]] = {}
+    groups: dict[str, GroupCalls] = {}
     last_group = ""
     for position in range(max(0, words[_COUNT] - NUM_SLOTS), words[_COUNT]):
         if (entry := _entry(content, rows, position)) is not None:
             row, number, call = entry
             last_group = _group_name(row)
-            _, before, calls = groups.get(last_group, (row, 0, []))
-            calls = [*calls, call] if number == before + 1 else [call]  # no calls before a gap
-            groups[last_group] = row, number, calls
+            enqueues, timeout = row.get("enqueues", False), row.get("timeout", 0.0)
+            group = groups.get(last_group) or GroupCalls(tuple(row["ranks"]), enqueues=enqueues, timeout=timeout)
+            calls = (*group.calls, call) if number == group.last + 1 else (call,)  # no calls before a gap
+            groups[last_group] = replace(group, last=number, calls=calls)
     waited = _entry(content, rows, words[_WAITING] - 1) if words[_WAITING] else None
     return RankCalls(
         rank=rank,
-        groups={
-            name: GroupCalls(
-                tuple(row["ranks"]), last, tuple(calls), row.get("enqueues", False), row.get("timeout", 0.0)
-            )
-            for name, (row, last, calls) in groups.items()
-        },
+        groups=groups,
         last_group=last_group,
         wait=Wait(_group_name(waited[0]), *waited[1:], _seconds_since(words[_SINCE])) if waited is not None else None,
         idle=_seconds_since(words[_BEGUN]),

@@ -15,7 +15,6 @@ from typing import Final
 import hf_fsdp_plugin.time_limits as time_limits
 from hf_fsdp_plugin.hangs import python_stacks, watch_files
 from hf_fsdp_plugin.hangs.calls import RankCalls, read_calls, read_header
-from hf_fsdp_plugin.hangs.data_waits import waits_for_data
 from hf_fsdp_plugin.hangs.hang_cause import Diagnosis, diagnose_hang
 from hf_fsdp_plugin.hangs.hang_queries import HangQueries
 from hf_fsdp_plugin.hangs.hang_texts import describe_busy, describe_standstill, hang_problem
@@ -148,7 +147,7 @@ class HangFinder:
                     cpu=max(0.0, new.seconds - old.seconds) / seconds if state == "running" else None,
                     is_busy=rank.rank in moved
                     or (state != "halted" and has_worked(old, new, seconds, known.on_accelerator))
-                    or (old.in_file_system or new.in_file_system or waits_for_data(stack)),
+                    or (old.in_file_system or new.in_file_system or python_stacks.waits_for_data(stack)),
                     stack=tuple((each.file, each.line, each.name, each.source) for each in after.stacks[rank.rank]),
                 )
             )

@@ -1,4 +1,4 @@
-"""Where a rank was: the call that it was in, from the frames of its Python stack.
+"""Where a rank was: the call that it was in, and whether it waited for data, from the frames of its Python stack.
 
 A rank records the stacks of its threads in a file when native code crashes, when another rank or the launcher asks for
 them with a signal, and at SIGTERM. ``faulthandler`` does this, also while a thread waits in a collective or holds the
@@ -57,6 +57,13 @@ _OWN_NAMES: Final = (
 _NUM_LAST_FRAMES = 2
 _RECORDING = os.path.join("integrations", "collective_hooks.py")
 """The file whose functions are called around each collective."""
+_DATA_LOADER: Final = os.path.join("torch", "utils", "data", "dataloader.py")
+_READING_FILES: Final = tuple(f"{os.sep}{name}" for name in ("socket.py", "ssl.py", "shutil.py", "filelock/_api.py"))
+"""Ends of the paths of libraries whose calls wait for the network or a file system, but do not match ``_READS``."""
+_READS: Final = re.compile(
+    r"(?<![a-z])(open|read|write|load|save|listdir|scandir|stat|exists|is_file|glob|fsync|download|upload)\w*\("
+)
+"""Calls of functions that read or write files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +217,18 @@ def find_place(stack: Sequence[Frame], counts: Counts | None = None) -> tuple[st
         parts.append(f"after {plural(counts.steps, 'optimizer step')}")
         parts += [f"({plural(counts.forwards, 'forward')})"] if counts.forwards else []
     return call, " ".join(parts)
+
+
+def waits_for_data(stack: Sequence[Frame]) -> bool:
+    """Return whether a stack, outermost frame first, ends in a call of the file system or network, or in a data loader.
+
+    The code of the innermost frame shows the call, which is one of C and has no frame of its own.
+    """
+    if any(frame.file.endswith(_DATA_LOADER) for frame in stack):
+        return True
+    if not stack or is_collective(stack[-1]):
+        return False
+    return stack[-1].file.endswith(_READING_FILES) or _READS.search(stack[-1].source) is not None
 
 
 def is_collective(frame: Frame) -> bool:

@@ -13,7 +13,6 @@ import socket
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,11 +30,9 @@ from hf_fsdp_plugin.integrations.observing import attach
 from hf_fsdp_plugin.integrations.session import current_run
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.metrics.clock import ClockPhase, DeviceClock, HostClock
-from hf_fsdp_plugin.metrics.figures import GIB, Slower, figures_of, memory_figures, passes
-from hf_fsdp_plugin.metrics.job_rows import JobRows
-from hf_fsdp_plugin.metrics.rows import Row, Rows, newest_rows, share_rows
+from hf_fsdp_plugin.metrics.figures import GIB, Slower, StragglerSearch, figures_of, memory_figures, passes
+from hf_fsdp_plugin.metrics.rows import JobRows, Row, Rows, newest_rows, share_rows
 from hf_fsdp_plugin.metrics.run_file import VERSION, RunFile, numbers_in
-from hf_fsdp_plugin.metrics.stragglers import StragglerSearch
 from hf_fsdp_plugin.observe.units import storage_bytes
 from hf_fsdp_plugin.observers import ObservedPhase, Observer, observers
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
@@ -134,11 +131,8 @@ class RunMetrics(Observer):
         if self._counter is not None:
             self._counter[0].__exit__(None, None, None)
         self._ends, self._has_started, self._counter = [], False, None
-        if self.clock is not None:
-            if self.job is not None:
-                self.job.close()
-            for rows in self.rows.values():
-                rows.close()
+        if self.clock is not None and self.job is not None:
+            self.job.close()
         self.clock = None
         self._file, record().times_waits = None, False
 
@@ -147,7 +141,7 @@ class RunMetrics(Observer):
         if now - self._memory_time >= _MEMORY_SECONDS:
             self._memory_time = now
             self._memory = {"peak": self._device.peak_memory(), "reserved": self._device.reserved_memory()}
-        self.rows[self._rank].add(replace(row, **self._memory))
+        self.rows[self._rank].add(row._replace(**self._memory))
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         if not torch.compiler.is_compiling() and module.training and torch.is_grad_enabled():
@@ -246,7 +240,7 @@ class RunMetrics(Observer):
         self.clock.skip()
         self._has_started, self._max_steps, self._offset = True, max_steps, step - self.clock.num_steps
         self._first = Row(time=time.time())
-        self._before = {rank: replace(row, time=self._first.time) for rank, row in newest_rows(self.rows).items()}
+        self._before = {rank: row._replace(time=self._first.time) for rank, row in newest_rows(self.rows).items()}
         has_file = {"none": False, "file": bool(folder), "log": True}[self._plan.spec.metrics.log]
         self._file = RunFile(Path(folder)) if self._rank == 0 and has_file else None
         machines = list(dict.fromkeys(self.machines))

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import hf_fsdp_plugin.rank_variables as rank_variables
 import hf_fsdp_plugin.time_limits as time_limits
@@ -49,7 +49,7 @@ class RankJob:
         grace: seconds that ranks have to exit after a signal to the launcher.
         notice: prints a message for the user.
         debug: whether the summary of a failure includes all tracebacks.
-        show_all, show_first: whether the output of all ranks, or of the first one, is shown.
+        shown: the ranks whose output is shown.
         log_dir: folder of the output of each rank; ``None`` for none.
         should_stop: returns why the ranks are stopped, as if one had failed on another machine.
         on_start: called when the machines have met, before ranks are started.
@@ -61,8 +61,7 @@ class RankJob:
     notice: Callable[[object], None] = lambda notice: None
     role: str = "default"
     grace: float = time_limits.GRACE
-    show_all: bool = False
-    show_first: bool = False
+    shown: Literal["none", "first", "all"] = "none"
     log_dir: Path | None = None
     debug: bool = False
     should_stop: Callable[[], str | None] = lambda: None
@@ -230,14 +229,14 @@ class RankOutput:
             attempt: number of the attempt; the files of earlier attempts are kept.
         """
         job = self._job
-        is_shown = job.show_all or (is_first and job.show_first)
-        if is_shown and not job.show_all and job.log_dir is None:
+        is_shown = job.shown == "all" or (is_first and job.shown == "first")
+        if is_shown and job.shown == "first" and job.log_dir is None:
             return "", ""
         name = f"rank_{rank}" + (f".attempt_{attempt}" if attempt else "")
         paths = [self._folder / f"{name}.{stream}.log" for stream in ("stdout", "stderr")]
         if not is_shown and job.log_dir is None:
             paths[0] = Path(os.devnull)
-        prefix = f"[rank {rank}] ".encode() if job.show_all else b""
+        prefix = f"[rank {rank}] ".encode() if job.shown == "all" else b""
         for path, stream in zip(paths, (sys.stdout, sys.stderr), strict=True) if is_shown else ():
             path.write_bytes(b"")
             self._readers.append(threading.Thread(target=self._show, args=(path, stream, prefix), daemon=True))

@@ -37,22 +37,11 @@ _MAX_TEXT: Final = 1000
 """Maximum number of characters of an announcement."""
 
 
-@contextlib.contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable for a while only, because the ranks inherit the environment."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
-
-
 # C++ stacks of a closed store are hidden. Torch reads the variable when it is imported. Python still raises the errors.
-with _variable("TORCH_CPP_LOG_LEVEL", os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")):
+_LOG_LEVEL: Final = "TORCH_CPP_LOG_LEVEL"
+_is_set: Final = _LOG_LEVEL in os.environ
+os.environ.setdefault(_LOG_LEVEL, "FATAL")
+try:
     from torch.distributed import PrefixStore, Store, TCPStore
     from torch.distributed.elastic import rendezvous as elastic
     from torch.distributed.elastic.agent.server.api import WorkerGroup
@@ -60,6 +49,9 @@ with _variable("TORCH_CPP_LOG_LEVEL", os.environ.get("TORCH_CPP_LOG_LEVEL", "FAT
     from torch.distributed.elastic.rendezvous import RendezvousError as RendezvousError
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
     from torch.distributed.elastic.utils.distributed import get_free_port
+finally:
+    if not _is_set:  # the ranks inherit the environment
+        del os.environ[_LOG_LEVEL]
 
 
 def wait_until(is_done: Callable[[], bool], seconds: float) -> bool:

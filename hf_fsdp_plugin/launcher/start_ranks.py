@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final
 
 import hf_fsdp_plugin.time_limits as time_limits
 from hf_fsdp_plugin.hangs.process_end import print_block
-from hf_fsdp_plugin.hangs.watch_files import FoundHang, RankFiles, remove_files, scratch_folder, write_if_possible
+from hf_fsdp_plugin.hangs.watch_files import FoundHang, RankFiles, scratch_folder, write_if_possible
 from hf_fsdp_plugin.launcher.rank_processes import RankJob, RankOutput, RankProcess, rank_env
 from hf_fsdp_plugin.launcher.rendezvous import Announced, Rendezvous, RendezvousError, SignalException, wait_until
 from hf_fsdp_plugin.runs.attempts import assess_attempt, refuse_restart
@@ -43,40 +43,31 @@ _FORWARDED: Final = (signal.SIGUSR1, signal.SIGUSR2)
 def run_attempts(job: RankJob, rendezvous: Rendezvous) -> int:
     """Run the ranks until they succeed, or until no restart is left or helps. Returns the exit code of the launcher.
 
+    After a failure, its message is printed. All machines take the account of the machine that failed first, and decide
+    by it whether the ranks are started again.
+
     Raises:
         SpecError: the machines did not meet.
     """
     try:
-        while (code := _run_attempt(job, rendezvous)) is None:
-            pass
-        return code
+        while True:
+            began = time.monotonic()
+            result = run_once(job, rendezvous)
+            seconds = time.monotonic() - began
+            restarts = rendezvous.restarts
+            _print_failures(job, result)
+            if not result.exit_code or not restarts.max_restarts:
+                return result.exit_code
+            attempt = rendezvous.agree(assess_attempt(result, machine=rendezvous.machine, seconds=seconds))
+            if (refusal := refuse_restart(attempt, restarts)) is not None:
+                print(f"hf-fsdp: {refusal}", file=sys.stderr, flush=True)
+                return result.exit_code
+            after = rendezvous.restarts = restarts.after(attempt)
+            job.notice(f"{after.title}: {after.last_failure}")
     except SignalException as stop:  # a signal between two attempts
         return 128 + int(stop.sigval)
     finally:
         rendezvous.shutdown()
-
-
-def _run_attempt(job: RankJob, rendezvous: Rendezvous) -> int | None:
-    """Run the ranks once. Returns the exit code, or ``None`` if they are to be started again.
-
-    After a failure, its message is printed. All machines take the account of the machine that failed first, and decide
-    by it whether the ranks are started again.
-    """
-    began = time.monotonic()
-    result = run_once(job, rendezvous)
-    seconds = time.monotonic() - began
-    restarts = rendezvous.restarts
-    _print_failures(job, result)
-    code = result.exit_code
-    if not code or not restarts.max_restarts:
-        return code
-    attempt = rendezvous.agree(assess_attempt(result, machine=rendezvous.machine, seconds=seconds))
-    if (refusal := refuse_restart(attempt, restarts)) is not None:
-        print(f"hf-fsdp: {refusal}", file=sys.stderr, flush=True)
-        return code
-    after = rendezvous.restarts = restarts.after(attempt)
-    job.notice(f"{after.title}: {after.last_failure}")
-    return None
 
 
 def run_once(job: RankJob, rendezvous: Rendezvous) -> AttemptResult:
@@ -119,7 +110,7 @@ def run_once(job: RankJob, rendezvous: Rendezvous) -> AttemptResult:
 
 
 def _print_failures(job: RankJob, result: AttemptResult) -> None:
-    live = [rank.rank for rank in (result.exits if job.show_all else result.exits[:1])]
+    live = [rank.rank for rank in (result.exits if job.shown == "all" else result.exits[:1])]
     sys.stdout.flush()
     if text := tell_failure(result, debug=job.debug, shown_live=live):
         print(text, file=sys.stderr, flush=True)
@@ -158,8 +149,6 @@ class Attempt:
     def __exit__(self, *_: object) -> None:
         for rank in self._running():
             rank.kill()
-        for rank in self.ranks:
-            remove_files(rank.files.stem)
         self._output.finish()
         for number in _FORWARDED:
             signal.signal(number, signal.SIG_DFL)

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
 
 from hf_fsdp_plugin.devices import Device
@@ -81,7 +81,7 @@ class HostClock:
 
     def _write(self, row: Row) -> None:
         self._num_measured += 1
-        self._written(replace(row, measured=self._num_measured, **self._seconds))
+        self._written(row._replace(measured=self._num_measured, **self._seconds))
 
 
 @dataclass(slots=True)

@@ -199,10 +199,9 @@ def _watch_useless_steps(model: nn.Module, first_step: FirstStep) -> Callable[[]
 
 
 def _observe_forward(model: nn.Module, first_step: FirstStep) -> None:
-    device_type = next((parameter.device.type for parameter in model.parameters()), "cpu")
-    end_watch = _watch_useless_steps(model, first_step)
-    if (plan := plan_of(model)) is not None:
-        device_type = plan.device_type
+    plan, end_watch = plan_of(model), _watch_useless_steps(model, first_step)
+    of_parameters = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    device_type = plan.device_type if plan is not None else of_parameters
 
     def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():

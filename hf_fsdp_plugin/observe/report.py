@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from hf_fsdp_plugin.observe.units import HELD, UnitObservation
 from hf_fsdp_plugin.plan.names import common_name
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.runs.attempts import Restarts
-from hf_fsdp_plugin.text import format_memory, format_names, format_table, plural, shorten, truncate_lines
+from hf_fsdp_plugin.text import format_memory, format_names, format_table, plural, shorten, truncate_lines, wrap_words
 from hf_fsdp_plugin.version import SCHEMA_VERSION
 
 
@@ -36,11 +35,6 @@ class ReportRow(dict[str, Any]):
 
 class MemoryRow(ReportRow):
     """The memory of this rank (``observed_memory``), or a rank with its memory (``observed_rank``)."""
-
-    @property
-    def memory(self) -> MemoryRow:
-        """The memory of a rank: its values stand beside the others of the rank."""
-        return self
 
     @property
     def held_bytes(self) -> int:
@@ -183,7 +177,7 @@ class Report:
 
     def __str__(self) -> str:
         """Return the tables of units, memory, settings and problems, at most 100 columns wide."""
-        lines = _wrap(f"FSDP report of the live model: {self._facts()}")
+        lines = wrap_words(f"FSDP report of the live model: {self._facts()}", _WIDTH)
         if self.batch is not None:
             tokens = f", {self.tokens:,} tokens" if self.tokens else ""
             factors = f" = {self.batch.per_device} per device × {self.batch.accumulation} accumulated"
@@ -200,7 +194,7 @@ class Report:
         for other in self.other_models:
             problems = [each for each in other.problems if each not in self.problems]
             parts += [
-                "\n".join(_wrap(f"other model: {other._facts()}")),
+                "\n".join(wrap_words(f"other model: {other._facts()}", _WIDTH)),
                 units_table([unit.to_json() for unit in other.units]),
                 settings_table(other.differing) if other.differing else "",
                 problem_lines(problems, {row.setting for row in other.differing}),
@@ -221,7 +215,7 @@ class Report:
             status = status_line(other.settings, trained=other.training.steps > 0)
             lines.append(f"other model: {other.model_class}, {status}")
             lines += difference_lines(other.settings, [each for each in other.problems if each not in self.problems])
-        return "\n".join(wrapped for line in lines for wrapped in _wrap(line))
+        return "\n".join(wrapped for line in lines for wrapped in wrap_words(line, _WIDTH))
 
     def _facts(self) -> str:
         """Return model, sizes, backend and mesh."""
@@ -335,10 +329,12 @@ def settings_table(settings: Sequence[JsonObject]) -> str:
             reasons[len(rows) - 1] = row["reason"]
     lines = []
     for index, line in enumerate(format_table(rows).split("\n")):
-        lines += [line, *_wrap(reasons.get(index, ""), first="    ", rest="    ")]
+        lines.append(line)
+        if index in reasons:
+            lines += wrap_words(f"    {reasons[index]}", _WIDTH, "    ")
     if launcher:
         names = ", ".join(row["setting"].removeprefix("launch.") for row in launcher)
-        lines += _wrap(f"used only by the launcher, not observable: {names}")
+        lines += wrap_words(f"used only by the launcher, not observable: {names}", _WIDTH)
     return "\n".join(lines)
 
 
@@ -350,7 +346,7 @@ def problem_lines(problems: Sequence[Problem], differing: Collection[str]) -> st
     shown += {problem.setting: problem for problem in warnings if problem.setting in differing}.values()
     of_run = [problem for problem in warnings if problem.setting not in differing and problem.code in _OF_RUN]
     shown += of_run
-    lines = [line for problem in shown for line in _wrap(str(problem))]
+    lines = [line for problem in shown for line in wrap_words(str(problem), _WIDTH)]
     if differing:
         verb = "setting differs" if len(differing) == 1 else "settings differ"
         lines = ["!" * _WIDTH, f"{len(differing)} {verb} from the requested value:", *lines, "!" * _WIDTH]
@@ -358,10 +354,6 @@ def problem_lines(problems: Sequence[Problem], differing: Collection[str]) -> st
     if num_others:
         lines.append(f"{plural(num_others, 'other warning')} from before the run: see 'problems' in the report's JSON.")
     return "\n".join(lines)
-
-
-def _wrap(text: str, *, first: str = "", rest: str = "  ") -> list[str]:
-    return textwrap.wrap(text, _WIDTH, initial_indent=first, subsequent_indent=rest, break_long_words=False)
 
 
 def _range(counts: Iterable[int], shown: Callable[[int], str] = format_memory) -> str:

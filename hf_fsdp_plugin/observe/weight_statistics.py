@@ -23,7 +23,7 @@ from hf_fsdp_plugin.torch_private.functions import supports_cpu
 from hf_fsdp_plugin.torch_private.modules import local_tensor
 
 _PART = 1 << 22
-"""Number of elements that are read at a time, in double precision."""
+"""Number of elements that are read at a time. Two copies of them in double precision have 64 MiB."""
 _Parts = Mapping[str, Sequence[torch.Tensor]]
 """Name of a parameter or a unit -> this rank's part of it; the same names on all ranks."""
 
@@ -131,7 +131,7 @@ def _gradients(root: nn.Module, shards: ModelShards) -> dict[str, list[torch.Ten
     }
 
 
-def _doubles(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+def doubles(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yield the elements in double precision, some at a time: a copy of a whole unit may exceed a device's memory."""
     for tensor in tensors:
         for part in tensor.detach().reshape(-1).split(_PART) if tensor.numel() else ():
@@ -144,7 +144,7 @@ def _sums(parts: _Parts) -> tuple[torch.Tensor, torch.Tensor]:
     sums = torch.zeros(len(parts), 4, dtype=torch.float64, device="cpu")
     extremes = torch.full((len(parts), 2), math.inf, dtype=torch.float64, device="cpu")
     for row, tensors in enumerate(parts.values()):
-        for values in _doubles(tensors):
+        for values in doubles(tensors):
             finite = values[values.isfinite()]
             num, num_lost = values.numel(), values.numel() - finite.numel()
             sums[row] += torch.tensor([num, num_lost, values.sum(), values.square().sum()], dtype=torch.float64)
@@ -158,7 +158,7 @@ def _sums(parts: _Parts) -> tuple[torch.Tensor, torch.Tensor]:
 def _counts(parts: _Parts, bounds: Mapping[str, tuple[float, float]], bins: int) -> torch.Tensor:
     counts = torch.zeros(len(parts), bins, dtype=torch.float64, device="cpu")
     for row, (name, tensors) in enumerate(parts.items()):
-        for values in _doubles(tensors):
+        for values in doubles(tensors):
             low, high = bounds[name]
             counts[row] += torch.histc(values[values.isfinite()], bins, low, high).cpu()
     return counts
@@ -171,7 +171,7 @@ def _bounds(low: float, high: float) -> tuple[float, float]:
 
 def _reduced(own: torch.Tensor, operation: str, plan: FsdpPlan | None) -> torch.Tensor:
     """Return the sum or the minimum over all ranks, in host memory. Collective, for a sharded model."""
-    group = dist.group.WORLD if plan is not None else None
+    group = dist.group.WORLD
     if group is None or plan is None:
         return own
     sent = own if supports_cpu(group) else own.to(plan.device_type)

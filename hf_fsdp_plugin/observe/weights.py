@@ -15,7 +15,6 @@ from weakref import ref
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.backends.loading.equal_weights import hash_bits, read_together
 from hf_fsdp_plugin.backends.loading.weight_loader import BroadcastRecord
@@ -24,15 +23,14 @@ from hf_fsdp_plugin.backends.ranks.agreement import gather_objects, on_all_ranks
 from hf_fsdp_plugin.backends.sharding.forwards import float_outputs
 from hf_fsdp_plugin.backends.sharding.shard import sharded_models
 from hf_fsdp_plugin.observe.units import UnitObservation, unmanaged_parameters
+from hf_fsdp_plugin.observe.weight_statistics import doubles
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.state import find_part, parts_of
 from hf_fsdp_plugin.torch_private.functions import current_backward
-from hf_fsdp_plugin.torch_private.modules import buffers, non_persistent_buffers
+from hf_fsdp_plugin.torch_private.modules import buffers, local_tensor, non_persistent_buffers
 
 _TOLERANCE = 1e-6
-_PART = 1 << 22
-"""Number of elements that are added at a time. Two copies of them in double precision have 64 MiB."""
 _Checksum = list[float]
 """The sum of the elements, and the sum of their magnitudes."""
 _Key = tuple[str, str, tuple[int, ...]]
@@ -129,11 +127,8 @@ def _checksum(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     if any(tensor.is_meta for tensor in tensors):
         return None
     total = torch.zeros(2, dtype=torch.float64, device=next((each.device for each in tensors), None))
-    for tensor in tensors:
-        # In parts, because a copy of a whole unit in double precision may exceed the memory of the device.
-        for part in tensor.reshape(-1).split(_PART) if tensor.numel() else ():
-            doubles = part.double()
-            total += torch.stack([doubles.sum(), doubles.abs().sum()])
+    for values in doubles(tensors):
+        total += torch.stack([values.sum(), values.abs().sum()])
     return total
 
 
@@ -321,8 +316,7 @@ class GradientWatch:
 def _norms(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
     """Return the norms of this rank's parts of the gradients."""
     gradients = [p.grad for p in parameters_in(optimizer) if p.grad is not None]
-    locals_ = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-    norms = [torch.linalg.vector_norm(part).float() for part in locals_ if part.numel()]
+    norms = [torch.linalg.vector_norm(part).float() for part in map(local_tensor, gradients) if part.numel()]
     return torch.stack([norm.to(norms[0].device) for norm in norms]) if norms else None
 
 

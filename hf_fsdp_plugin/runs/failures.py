@@ -194,10 +194,8 @@ def first_line(failure: Mapping[str, Any]) -> str:
 
 
 def signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    """Return ``SIGKILL``; ``signal 40`` for a real-time signal, which has no name."""
+    return next((known.name for known in signal.Signals if known == number), f"signal {number}")
 
 
 _OF_CONFIG = ("FSDP-E0", "FSDP-E1", "FSDP-E2")

@@ -6,7 +6,6 @@ import json
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,10 +19,9 @@ from hf_fsdp_plugin.hangs.calls import record
 from hf_fsdp_plugin.hangs.hang_queries import watch_store
 from hf_fsdp_plugin.integrations.failure_watch import watch
 from hf_fsdp_plugin.integrations.run_metrics import run_metrics
-from hf_fsdp_plugin.metrics.job_rows import JobRows
-from hf_fsdp_plugin.metrics.rows import newest_rows
+from hf_fsdp_plugin.metrics.figures import WINDOW_STEPS, StragglerSearch
+from hf_fsdp_plugin.metrics.rows import JobRows, newest_rows
 from hf_fsdp_plugin.metrics.run_file import RUN_FILE, RunFile
-from hf_fsdp_plugin.metrics.stragglers import WINDOW_STEPS, StragglerSearch
 from tests.support.matrices import slow
 from tests.support.ranks import Ranks
 from tests.support.storage_runs import messages
@@ -251,7 +249,7 @@ def train_on_device(folder: str, version: int) -> tuple[dict[str, float], dict[s
     by_kind = run_metrics()._memory_by_kind()
     assert 0 < by_kind["memory_params_gib"] == by_kind["memory_grads_gib"] < by_kind["memory_activations_gib"]
     newest = newest_rows(run_metrics().rows)
-    return (asdict(newest[0]), asdict(newest[1]), printed) if search is not None else ({}, {}, [])
+    return (newest[0]._asdict(), newest[1]._asdict(), printed) if search is not None else ({}, {}, [])
 
 
 def test_device_clock_measures_some_steps(two_accelerator_ranks: Ranks, tmp_path: Path) -> None:

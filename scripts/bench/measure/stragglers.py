@@ -223,8 +223,7 @@ def measure(args: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from hf_fsdp_plugin.integrations.run_metrics import run_metrics
-    from hf_fsdp_plugin.metrics.figures import Slower
-    from hf_fsdp_plugin.metrics.stragglers import StragglerSearch
+    from hf_fsdp_plugin.metrics.figures import Slower, StragglerSearch
 
     torch.set_num_threads(1)
     rank, reports = int(os.environ["RANK"]), list[Slower]()

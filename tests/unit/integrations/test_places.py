@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from hf_fsdp_plugin.hangs.calls import CallRecord, Counts, read_calls
-from hf_fsdp_plugin.hangs.data_waits import waits_for_data
 from hf_fsdp_plugin.hangs.python_stacks import (
     STACK_SIGNAL,
     Frame,
     find_place,
     is_library,
     read_stack,
+    waits_for_data,
 )
 
 LIBRARY = str(Path(os.__file__).parent / "site-packages" / "torch")

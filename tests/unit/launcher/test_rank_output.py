@@ -15,7 +15,7 @@ NUM_BYTES = 300_000
 
 
 def job_of(**options: Any) -> RankJob:
-    return RankJob(command=(), num_local=1, env={}, show_first=True, **options)
+    return RankJob(command=(), num_local=1, env={}, **{"shown": "first", **options})
 
 
 def run_rank(output: RankOutput, code: str) -> subprocess.Popen[bytes]:
@@ -36,7 +36,7 @@ def test_log_contains_what_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture
 
 
 def test_output_of_all_ranks_has_whole_lines(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run_rank(RankOutput(job_of(show_all=True), tmp_path), "print('a\\nb', end='')")
+    run_rank(RankOutput(job_of(shown="all"), tmp_path), "print('a\\nb', end='')")
     assert capfd.readouterr().out == "[rank 0] a\n[rank 0] b\n"
 
 
@@ -46,7 +46,7 @@ import subprocess, sys
 from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parents[3])!r})
 from tests.unit.launcher.test_rank_output import RankOutput, job_of, run_rank
-output = RankOutput(job_of(show_all=True), Path({str(tmp_path)!r}))
+output = RankOutput(job_of(shown="all"), Path({str(tmp_path)!r}))
 run_rank(output, "print('x\\\\n' * {NUM_BYTES})")
 sys.exit(0 if output.reader_exited else 1)
 """

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from hf_fsdp_plugin.metrics.job_rows import JobRows
-from hf_fsdp_plugin.metrics.rows import NUM_ROWS, RankRows, Row, newest_rows, share_rows
+from hf_fsdp_plugin.metrics.rows import NUM_ROWS, JobRows, RankRows, Row, newest_rows, share_rows
 from hf_fsdp_plugin.metrics.run_file import RUN_FILE, RunFile, numbers_in
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 
-from hf_fsdp_plugin.metrics.figures import Slower
+from hf_fsdp_plugin.metrics.figures import NUM_WINDOWS, WINDOW_STEPS, Slower, StragglerSearch
 from hf_fsdp_plugin.metrics.rows import Row, Rows
-from hf_fsdp_plugin.metrics.stragglers import NUM_WINDOWS, WINDOW_STEPS, StragglerSearch
 
 SLOW = (1.0, 1.5, 1.0)
 EVEN = (1.0, 1.1, 1.0)
@@ -23,8 +21,7 @@ def windows(*own: tuple[float, ...]) -> Iterator[Rows]:
             row, step = rows[rank], max(seconds)
             times = {"forward": row.forward + WINDOW_STEPS * each}
             times |= {"waiting": row.waiting + WINDOW_STEPS * (step - each)}
-            rows[rank] = replace(
-                row,
+            rows[rank] = row._replace(
                 step=row.step + WINDOW_STEPS,
                 measured=row.measured + WINDOW_STEPS,
                 time=row.time + WINDOW_STEPS * step,

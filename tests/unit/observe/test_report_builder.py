@@ -35,7 +35,7 @@ def test_attributes_of_the_report_are_the_values_of_its_json() -> None:
     assert list(found.settings) == tree["settings"] and list(found.ranks) == tree["ranks"]
     assert found.differing and {row.status for row in found.differing} == {"differs"}
     assert found.memory.held_bytes == found.memory.params_bytes + found.memory.grads_bytes
-    assert found.ranks[0].memory.peak_source == found.memory.peak_source and found.training.steps == 0
+    assert found.ranks[0].peak_source == found.memory.peak_source and found.training.steps == 0
     with pytest.raises(AttributeError, match="peak_bytes"):
         found.memory.peek_bytes  # noqa: B018
 

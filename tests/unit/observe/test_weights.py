@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_fsdp_plugin.observe import weights
+from hf_fsdp_plugin.observe import weight_statistics, weights
 
 
 class LargestResult(TorchDispatchMode):
@@ -22,7 +22,7 @@ class LargestResult(TorchDispatchMode):
 
 
 def test_checksum_copies_only_a_part_of_a_unit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "_PART", 1000)
+    monkeypatch.setattr(weight_statistics, "_PART", 1000)
     tensors = [torch.linspace(-1, 2, 12_345).to(torch.bfloat16), torch.ones(3, 7), torch.zeros(0)]
     with LargestResult() as largest:
         found = weights._checksum(tensors)
