@@ -78,6 +78,15 @@ def name_problem(relative: str, place: Path | str) -> Problem | None:
     return None
 
 
+@contextmanager
+def read_errors_as_problems(place: Path, fix: str = COPY_AGAIN) -> Iterator[None]:
+    """Raise ``CheckpointError`` if ``place``, which is read in the block, or a file in it cannot be read."""
+    try:
+        yield
+    except OSError as error:
+        refuse("FSDP-E472", error.filename or place, f"cannot be read: {error.strerror or error}.", fix)
+
+
 _FREE_SPACE = "FSDP-E401", "Free space on this disk, or keep fewer checkpoints (save_total_limit)."
 _NO_PERMISSION = "FSDP-E402", "Save to a folder with write permission."
 _DISK_PROBLEMS = {

@@ -14,12 +14,13 @@ import stat
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import Any, Final
 
 from hf_fsdp_plugin.checkpoint import names as file_names
-from hf_fsdp_plugin.checkpoint.errors import problem, refuse
+from hf_fsdp_plugin.checkpoint.errors import problem, problems_of, read_errors_as_problems, refuse
 from hf_fsdp_plugin.checkpoint.file_io import read_file, read_range
 from hf_fsdp_plugin.checkpoint.formats.known_formats import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, read_manifest
@@ -120,7 +121,8 @@ def structure_problems(folder: Path) -> list[Problem]:
         read_stored_optimizer(folder)
     except CheckpointError as error:
         return list(error.problems)
-    return _archive_problems(folder) + _last_file_problems(folder)
+    archives = sorted(path for pattern in _ARCHIVES for path in folder.glob(pattern) if path.is_file())
+    return problems_of([*(partial(_check_archive, path) for path in archives), partial(_check_last_file, folder)])
 
 
 def own_files(folder: Path) -> Iterator[Path]:
@@ -130,38 +132,29 @@ def own_files(folder: Path) -> Iterator[Path]:
         yield from (Path(place) / name for name in files)
 
 
-def _archive_problems(folder: Path) -> list[Problem]:
-    """Return a problem for each empty or truncated file of ``torch.save`` next to the model."""
-    problems: list[Problem] = []
-    for path in sorted(path for pattern in _ARCHIVES for path in folder.glob(pattern) if path.is_file()):
-        try:
-            if path.stat().st_size == 0:
-                problems.append(problem("FSDP-E453", path, "is empty.", RESUME_EARLIER))
-            elif read_range(path, 0, 4) == b"PK\3\4" and not zipfile.is_zipfile(path):
-                message = "is truncated or damaged: it is not a complete zip archive."
-                problems.append(problem("FSDP-E453", path, message, RESUME_EARLIER))
-        except OSError as error:
-            problems.append(problem("FSDP-E472", path, f"cannot be read: {error.strerror}.", RESUME_EARLIER))
-    return problems
+def _check_archive(path: Path) -> None:
+    """Raise ``CheckpointError`` if a file of ``torch.save`` next to the model is empty or truncated."""
+    with read_errors_as_problems(path, RESUME_EARLIER):
+        if path.stat().st_size == 0:
+            refuse("FSDP-E453", path, "is empty.", RESUME_EARLIER)
+        if read_range(path, 0, 4) == b"PK\3\4" and not zipfile.is_zipfile(path):
+            message = "is truncated or damaged: it is not a complete zip archive."
+            refuse("FSDP-E453", path, message, RESUME_EARLIER)
 
 
-def _last_file_problems(folder: Path) -> list[Problem]:
-    """Return a problem if the file that the Trainer or Accelerate writes last is missing or damaged."""
+def _check_last_file(folder: Path) -> None:
+    """Raise ``CheckpointError`` if the file that the Trainer or Accelerate writes last is missing or damaged."""
     name, path = folder.resolve().name, folder / file_names.TRAINER_STATE
-    try:
-        if re.fullmatch(rf"{file_names.TRAINER_PREFIX}\d+", name):
-            path.stat()
-            check_trainer_state(path)
-        elif re.fullmatch(rf"{file_names.ACCELERATE_PREFIX}\d+", name):
-            path = folder / file_names.accelerate_rng_file(0)
-            path.stat()
-    except FileNotFoundError:
-        return [problem("FSDP-E452", folder, f"has no {path.name}: the save was not finished.", RESUME_EARLIER)]
-    except OSError as error:
-        return [problem("FSDP-E472", path, f"cannot be read: {error.strerror}.", RESUME_EARLIER)]
-    except CheckpointError as error:
-        return list(error.problems)
-    return []
+    with read_errors_as_problems(path, RESUME_EARLIER):
+        try:
+            if re.fullmatch(rf"{file_names.TRAINER_PREFIX}\d+", name):
+                path.stat()
+                check_trainer_state(path)
+            elif re.fullmatch(rf"{file_names.ACCELERATE_PREFIX}\d+", name):
+                path = folder / file_names.accelerate_rng_file(0)
+                path.stat()
+        except FileNotFoundError:
+            refuse("FSDP-E452", folder, f"has no {path.name}: the save was not finished.", RESUME_EARLIER)
 
 
 _MODEL_ONLY: Final = ("optimizer state", "learning rate schedule", "random state")
@@ -261,12 +254,10 @@ def read_object(path: Path) -> dict[str, Any]:
             raise ValueError(f"{twice!a:.60} occurs twice in an object")
         return tree
 
+    with read_errors_as_problems(path):
+        data = read_file(path)
     try:
-        tree = json.loads(read_file(path), object_pairs_hook=unique)
-    except CheckpointError:  # it is too large
-        raise
-    except OSError as error:
-        refuse("FSDP-E472", path, f"cannot be read: {error.strerror or error}.")
+        tree = json.loads(data, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         refuse("FSDP-E453", path, f"is not valid JSON: {error}.")
     if not isinstance(tree, dict):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from hf_fsdp_plugin.checkpoint import names as file_names
-from hf_fsdp_plugin.checkpoint.errors import refuse
+from hf_fsdp_plugin.checkpoint.errors import read_errors_as_problems, refuse
 from hf_fsdp_plugin.checkpoint.file_io import object_in
 from hf_fsdp_plugin.checkpoint.formats import dcp, safetensors, torch_files
 from hf_fsdp_plugin.checkpoint.formats.stored_tensors import StoredModel, StoredOptimizer, StoredState
@@ -138,7 +138,5 @@ def _os_errors_as_problems(checkpoint: Path) -> Iterator[None]:
         refuse("FSDP-E450", checkpoint, "does not exist.", "Give the folder of a checkpoint.")
     if not checkpoint.is_dir():
         refuse("FSDP-E450", checkpoint, "is not a folder.", f"Give the folder of the checkpoint: {checkpoint.parent}.")
-    try:
+    with read_errors_as_problems(checkpoint):
         yield
-    except OSError as error:  # a file cannot be opened, or is not a file
-        refuse("FSDP-E472", error.filename or checkpoint, f"cannot be read: {error.strerror or error}.")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from hf_fsdp_plugin.checkpoint.errors import name_problem, raise_if_any, refuse
+from hf_fsdp_plugin.checkpoint.errors import name_problem, raise_if_any, read_errors_as_problems, refuse
 from hf_fsdp_plugin.checkpoint.file_io import open_for_reading, read_file, without_collection, write_atomically
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.problems import CheckpointError
@@ -192,12 +192,11 @@ def read_manifest(folder: Path) -> Manifest | None:
             folder.
     """
     path = folder / MANIFEST_NAME
-    try:
-        data = read_file(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        refuse("FSDP-E472", path, f"cannot be read: {error.strerror}.", "Check its permissions and the disk.")
+    with read_errors_as_problems(path, "Check its permissions and the disk."):
+        try:
+            data = read_file(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
     tree = _parse(path, data)
     try:
         manifest = _of_tree(tree)

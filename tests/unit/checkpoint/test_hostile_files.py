@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from hf_fsdp_plugin.checkpoint.checking.completeness import _last_file_problems
+from hf_fsdp_plugin.checkpoint.checking.completeness import _check_last_file
+from hf_fsdp_plugin.checkpoint.errors import problems_of
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.tools.export.verb import find_checkpoint
@@ -29,7 +31,7 @@ def test_trainer_state_of_another_form_is_refused(checkpoint: Path, tmp_path: Pa
     (checkpoint / "trainer_state.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"FSDP-E49[78]"):
         find_checkpoint(checkpoint.parent, best=True)
-    found = [problem.code for problem in _last_file_problems(checkpoint)]
+    found = [problem.code for problem in problems_of([partial(_check_last_file, checkpoint)])]
     assert found == ["FSDP-E453"]  # a resume refuses it too
 
 
