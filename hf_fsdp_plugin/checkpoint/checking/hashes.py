@@ -88,10 +88,9 @@ class VerifiedFiles(InputFiles):
 
     def __init__(self, root: Path, manifest: Manifest, folder: Path) -> None:
         super().__init__(root)
-        self._folder = folder
-        self._below = root.resolve().relative_to(folder.resolve())
-        self._records = {record.path: record for record in manifest.files}
-        self._blocks: dict[str, Sequence[FileRange]] = {}
+        below = root.resolve().relative_to(folder.resolve())
+        listed = {record.path: record.ranges for record in manifest.files if Path(record.path).is_relative_to(below)}
+        self._blocks = {Path(path).relative_to(below).as_posix(): ranges for path, ranges in listed.items()}
         self._checked: set[tuple[str, int]] = set()
         self._kept: dict[tuple[str, int], memoryview] = {}
 
@@ -126,10 +125,7 @@ class VerifiedFiles(InputFiles):
 
     def blocks_of(self, file: str) -> Sequence[FileRange]:
         if file not in self._blocks:
-            path = (self._below / file).as_posix()
-            if path not in self._records:
-                raise CheckpointError([unlisted_problem(self._folder / path)])
-            self._blocks[file] = self._records[path].ranges
+            raise CheckpointError([unlisted_problem(self._root / file)])
         return self._blocks[file]
 
     def check_block(self, file: str, block: FileRange) -> None:
@@ -148,8 +144,7 @@ class VerifiedFiles(InputFiles):
 
     def _compare(self, file: str, block: FileRange, found: str) -> None:
         if found != block.hash:
-            path = self._folder / self._below / file
-            raise CheckpointError([damage_problem(path, [block], len(self.blocks_of(file)), [block.name])])
+            raise CheckpointError([damage_problem(self._root / file, [block], len(self.blocks_of(file)), [block.name])])
 
 
 def unlisted_problem(path: Path) -> Problem:
