@@ -33,6 +33,7 @@ from hf_fsdp_plugin.metrics.clock import ClockPhase, DeviceClock, HostClock
 from hf_fsdp_plugin.metrics.figures import GIB, Slower, StragglerSearch, figures_of, memory_figures, passes
 from hf_fsdp_plugin.metrics.rows import JobRows, Row, Rows, newest_rows, share_rows
 from hf_fsdp_plugin.metrics.run_file import VERSION, RunFile, numbers_in
+from hf_fsdp_plugin.observe.first_step import rows_of_tokens
 from hf_fsdp_plugin.observe.units import storage_bytes
 from hf_fsdp_plugin.observers import ObservedPhase, Observer, observers
 from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
@@ -173,10 +174,8 @@ class RunMetrics(Observer):
 
     def _count(self, args: Any, kwargs: Mapping[str, Any]) -> int:
         """Return the tokens of a batch; its samples if it has no tokens."""
-        for name, num_dims in (("input_ids", 2), ("inputs_embeds", 3), ("decoder_input_ids", 2)):
-            value = kwargs.get(name, args[0] if name == "input_ids" and args else None)
-            if isinstance(value, torch.Tensor) and value.dim() == num_dims:
-                return value.shape[0] * value.shape[1]
+        if (rows := rows_of_tokens(args, kwargs)) is not None:
+            return rows[0] * rows[1]
         self._counts = "samples"
         tensors = (each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor) and each.dim())
         return next((each.shape[0] for each in tensors), 0)

@@ -7,7 +7,7 @@ that the cost of a long run does not grow with its length. Nothing here waits fo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 from weakref import WeakKeyDictionary, WeakSet, finalize, ref
@@ -43,6 +43,7 @@ class FirstStep:
         native_checkpointing: whether Transformers' gradient checkpointing was enabled, at the steps that are examined.
         unreduced: names of units with gradients that an optimizer step ignored because they were not reduced.
         batch_sizes: first dimension of the model's first input tensor -> number of training forwards with it.
+        lengths: tokens per row, without those of several sequences in one row -> number of training forwards with it.
         accumulation: number of training forwards in an optimizer step -> number of steps with it.
         num_forwards: number of training forwards since the last optimizer step.
         input_sizes: all dimensions of the tensors that the last training forward got.
@@ -66,6 +67,7 @@ class FirstStep:
     native_checkpointing: set[bool] = field(default_factory=set)
     unreduced: set[str] = field(default_factory=set)
     batch_sizes: Counter[int] = field(default_factory=Counter)
+    lengths: Counter[int] = field(default_factory=Counter)
     accumulation: Counter[int] = field(default_factory=Counter)
     num_forwards: int = 0
     optimized_ids: set[int] = field(default_factory=set)
@@ -125,6 +127,17 @@ class FirstStep:
             self.batch_sizes[inputs[0].shape[0]] += 1
             self.input_sizes = frozenset(size for value in inputs for size in value.shape)
             self.is_packed = any(kwargs.get(name) is not None for name in _OF_PACKED)
+            if (rows := rows_of_tokens(args, kwargs)) is not None and not self.is_packed:
+                self.lengths[rows[1]] += 1
+
+
+def rows_of_tokens(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the rows of a batch and the tokens per row; ``None`` if the model's input has no tokens."""
+    for name, num_dims in (("input_ids", 2), ("inputs_embeds", 3), ("decoder_input_ids", 2)):
+        value = kwargs.get(name, args[0] if name == "input_ids" and args else None)
+        if isinstance(value, torch.Tensor) and value.dim() == num_dims:
+            return value.shape[0], value.shape[1]
+    return None
 
 
 def record_first_step(model: nn.Module, *optimizers: Any) -> FirstStep:

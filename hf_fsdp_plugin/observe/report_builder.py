@@ -73,8 +73,10 @@ def build_report(
         memory = observe_memory(model, units, inner, first_step.grads_bytes)
         row = {**_rank_row(model, units, num_unmanaged), "weights_changed": _changed(first_step, unchanged), **memory}
     ranks = gather_objects(row)
-    of_ranks = gather_objects((unchanged, first_step.options, (batch, observed_batch(batch, first_step))))
-    training = _training_of_ranks(first_step, [found for found, _, _ in of_ranks if found is not None])
+    observed = observed_batch(batch, first_step)
+    length = observed_length(observed, first_step)
+    of_ranks = gather_objects((unchanged, first_step.options, (batch, observed), length))
+    training = _training_of_ranks(first_step, [found for found, *_ in of_ranks if found is not None])
     device_type = row["device"].partition(":")[0]
     replicated = any(unit.live.known("replicate_size", 1) > 1 for unit in units)
     compared = None
@@ -105,11 +107,14 @@ def build_report(
             *check_structure(units, plan, trained=model.training or first_step.num_steps > 0),
             *weights.check_optimizers(model, units, inner, prepared_ids=first_step.optimized_ids),
             *check_training(run, training, prepared=bool(inner)),
-            *check_options([options for _, options, _ in of_ranks]),
+            *check_options([options for _, options, *_ in of_ranks]),
         ]
     settings, problems = _merge_ranks(settings, problems)
     mesh = _mesh_of(run)
-    batch, of_batch = batch_of_ranks([batches for _, _, batches in of_ranks], mesh["replicate"] * mesh["shard"])
+    batch, of_batch = batch_of_ranks([batches for _, _, batches, _ in of_ranks], mesh["replicate"] * mesh["shard"])
+    lengths = {length for *_, length in of_ranks}
+    if batch is not None and batch.seq_len is None and len(lengths) == 1:
+        batch = replace(batch, seq_len=lengths.pop())
     unsharded = "ddp" if isinstance(model, nn.parallel.DistributedDataParallel) else "none"
     return Report(
         backend=" and ".join(f"fsdp{number}" for number in sorted({unit.live.version for unit in units})) or unsharded,
@@ -273,6 +278,13 @@ def observed_batch(batch: BatchShape | None, first_step: FirstStep) -> BatchShap
     if rows * forwards >= batch.per_device * batch.accumulation:
         return batch
     return replace(batch, per_device=min(rows, batch.per_device), accumulation=min(forwards, batch.accumulation))
+
+
+def observed_length(batch: BatchShape | None, first_step: FirstStep) -> int | None:
+    """Return the tokens per sequence; ``None`` if sequences have different lengths or are not the rows of a forward."""
+    if batch is None or _usual(first_step.batch_sizes) != batch.per_device:
+        return None
+    return _usual(first_step.lengths)
 
 
 def _usual(counts: Counter[int]) -> int | None:

@@ -441,7 +441,8 @@ def run_batches(config: dict[str, Any], accumulation: int, sizes: tuple[int, int
             optimizer.zero_grad()
     report = hfp.report(accelerator)
     messages = [problem.message for problem in report.problems if problem.code == "FSDP-W512"]
-    return {"size": report.effective_batch_size, "messages": messages, "table": str(report)}
+    found = {"size": report.effective_batch_size, "tokens": report.tokens}
+    return {**found, "messages": messages, "table": str(report)}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -467,4 +468,5 @@ def test_effective_batch_size_is_the_observed_one(
     config = parallel_config("full_shard", version, 2)
     for found in two_ranks.run(run_batches, config, accumulation, sizes, kind):
         assert found["size"] == size and f"effective batch size {size}" in found["table"]
+        assert found["tokens"] == (0 if kind == "packed" else 12 * size)
         assert len(found["messages"]) == bool(text) and text in "".join(found["messages"])
