@@ -10,7 +10,7 @@ from typing import Final
 
 from hf_fsdp_plugin.cli.output import text_width
 from hf_fsdp_plugin.sources import accelerate_file
-from hf_fsdp_plugin.sources.config_tree import ConfigEntry, ConfigFile, ConfigFileError
+from hf_fsdp_plugin.sources.config_tree import ConfigEntry, ConfigFile, ConfigFileError, config_tree
 from hf_fsdp_plugin.sources.interface import Sources, SourceSettings
 from hf_fsdp_plugin.text import format_table, printable, wrap_words
 from hf_fsdp_plugin.tools.convert.dialects import accelerate, deepspeed, interface, training_script
@@ -84,7 +84,9 @@ def _read_config(
             return None
         if isinstance(sources.config, ConfigFile) and sources.config.is_script:
             return accelerate_file.read(sources) if depth else None  # which refuses it
-        document = interface.DialectDocument.of(sources, script_arguments, converts=converts)
+        document = interface.DialectDocument(
+            root=config_tree(sources.config), sources=sources, script_arguments=script_arguments, converts=converts
+        )
         dialect = _dialect_of(document)
         if depth > _MAX_DEPTH:
             message, fix = f"more than {_MAX_DEPTH} configs include each other.", "Check the files that they name."
