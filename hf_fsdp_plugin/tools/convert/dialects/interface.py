@@ -453,9 +453,7 @@ class ConfigDialect:
         read: reads a document, usually with :meth:`DialectReading.read_tree`, and then what several keys imply.
         handlers: path, ``to`` of a row, or fate of a row without values -> function that reads these keys; the first of
             them applies. A key without one sets what its row names to its value.
-        is_general: whether the marks are also those of other dialects, which have precedence.
         own_script: whether the file is read by the training script too, so that it knows its arguments and its keys.
-        is_accelerate: whether the file is one of Accelerate, for another engine.
     """
 
     name: str
@@ -463,9 +461,7 @@ class ConfigDialect:
     marks: Callable[[DialectDocument], Sequence[ConfigEntry]]
     read: Callable[[DialectReading], None]
     handlers: Mapping[str, Callable[[DialectReading, ConfigEntry], None]] = field(default_factory=dict)
-    is_general: bool = False
     own_script: bool = False
-    is_accelerate: bool = False
 
     @property
     def table(self) -> KeyTable:
