@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,12 @@ def meta_model(path_or_id: str | Path) -> nn.Module:
     """
     from transformers.utils import logging
 
-    config, model_class = config_and_class(path_or_id)
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # hides warnings about generation settings, which do not affect a plan
-    with default_dtype(config), torch.device("meta"):
+    with redirect_stdout(sys.stderr):  # libraries may print other lines than the result of a verb
+        config, model_class = config_and_class(path_or_id)
+        verbosity = logging.get_verbosity()
+        logging.set_verbosity_error()  # hides warnings about generation settings, which do not affect a plan
         try:
-            model = model_class(config)
+            model = on_meta(model_class, config)
         except Exception as error:
             message = f"{path_or_id}: {model_class.__name__} cannot be built from its config: {error}"
             raise ValueError(message) from error
@@ -34,6 +35,13 @@ def meta_model(path_or_id: str | Path) -> nn.Module:
             logging.set_verbosity(verbosity)
     if not isinstance(model, nn.Module):
         raise ValueError(f"{path_or_id}: architectures is {model_class.__name__}, which is not a model class.")
+    return model
+
+
+def on_meta(model_class: Any, config: Any) -> nn.Module:
+    """Return the model of a config without weights."""
+    with default_dtype(config), torch.device("meta"):
+        model: nn.Module = model_class(config)
     return model
 
 

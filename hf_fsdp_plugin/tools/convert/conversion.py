@@ -10,7 +10,7 @@ from typing import Final
 
 from hf_fsdp_plugin.cli.output import text_width
 from hf_fsdp_plugin.sources import accelerate_file
-from hf_fsdp_plugin.sources.config_tree import ConfigEntry, ConfigFile, ConfigFileError
+from hf_fsdp_plugin.sources.config_tree import ConfigEntry, ConfigFile, ConfigFileError, config_tree
 from hf_fsdp_plugin.sources.interface import Sources, SourceSettings
 from hf_fsdp_plugin.text import format_table, printable, wrap_words
 from hf_fsdp_plugin.tools.convert.dialects import accelerate, deepspeed, interface, training_script
@@ -69,10 +69,10 @@ def read(sources: Sources, script_arguments: Sequence[str] = (), *, converts: bo
     Returns:
         A :class:`DialectReading`, or the errors of a config that cannot be read.
     """
-    given = partial(_read_config, script_arguments=script_arguments, converts=converts)
-    if isinstance(read := given(sources), interface.DialectReading):
-        read.finish()
-    return read
+    reading = _read_config(sources, script_arguments, converts=converts)
+    if isinstance(reading, interface.DialectReading):
+        reading.finish()
+    return reading
 
 
 def _read_config(
@@ -84,7 +84,9 @@ def _read_config(
             return None
         if isinstance(sources.config, ConfigFile) and sources.config.is_script:
             return accelerate_file.read(sources) if depth else None  # which refuses it
-        document = interface.DialectDocument.of(sources, script_arguments, converts=converts)
+        document = interface.DialectDocument(
+            root=config_tree(sources.config), sources=sources, script_arguments=script_arguments, converts=converts
+        )
         dialect = _dialect_of(document)
         if depth > _MAX_DEPTH:
             message, fix = f"more than {_MAX_DEPTH} configs include each other.", "Check the files that they name."
@@ -109,12 +111,12 @@ def _dialect_of(document: interface.DialectDocument) -> interface.ConfigDialect 
     found = {dialect.title: marks for dialect in DIALECTS if (marks := dialect.marks(document))}
     known = [dialect for dialect in DIALECTS if dialect.title in found]
     of_accelerate = interface.marked_by(accelerate_file.MARKS_OF_ACCELERATE)(document)
-    if known and of_accelerate and not any(dialect.is_accelerate for dialect in known):
+    if known and of_accelerate and accelerate.DIALECT not in known:
         found["Accelerate"] = of_accelerate
-    if len(found) > 1:
-        general = {dialect.title for dialect in known if dialect.is_general}
-        known = [dialect for dialect in known if not dialect.is_general]
-        found = {title: marks for title, marks in found.items() if title not in general}
+    general = training_script.TRAINING_SCRIPT  # its marks are also those of other dialects, which have precedence
+    if len(found) > 1 and general in known:
+        known.remove(general)
+        del found[general.title]
     if len(found) > 1:
         raise _mixed(document, found)
     return known[0] if known else None

@@ -6,8 +6,6 @@ The names are those of the model's modules, as ``from_pretrained`` gives them, w
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -55,10 +53,9 @@ def convert_model_folder(
     if problems or folder is None:  # there is no model to compare with: the names stay
         tensors = stored.tensors
     else:
-        with contextlib.redirect_stdout(sys.stderr):  # libraries may print other lines than the result
-            model = meta_model(folder)
-            stored = loaded_weights.without_root(stored, model.state_dict().keys())
-            tensors, fp32 = _as_loaded(stored, model), loaded_weights.fp32_names(stored, model, dtype)
+        model = meta_model(folder)
+        stored = loaded_weights.without_root(stored, model.state_dict().keys())
+        tensors, fp32 = _as_loaded(stored, model), loaded_weights.fp32_names(stored, model, dtype)
     if dtype is not None:
         tensors = {name: _cast(tensor, "float32" if name in fp32 else dtype) for name, tensor in tensors.items()}
     written = replace(stored, tensors=tensors)

@@ -21,6 +21,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, Literal
 
+import yaml
+
 from hf_fsdp_plugin.contracts import Contract
 from hf_fsdp_plugin.integrations.hooks import HOOKS, Hook
 from hf_fsdp_plugin.supported import installed_versions, release_of
@@ -28,19 +30,9 @@ from hf_fsdp_plugin.supported import installed_versions, release_of
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 ContractStatus = Literal["holds", "changed", "missing", "not installed", "not in this version"]
 
-_TORCH_FILES: Final = (
-    "context_parallel",
-    "elastic",
-    "fake_ranks",
-    "flops",
-    "fsdp1",
-    "fsdp2",
-    "functions",
-    "grad_scaler",
-    "modules",
-)
+_TORCH_CONTRACTS: Final = files("hf_fsdp_plugin.torch_private") / "contracts.yaml"
 PRIVATE_FILES: Final = (
-    *(f"torch_private.{name}" for name in _TORCH_FILES),
+    *(f"torch_private.{name}" for name in yaml.safe_load(_TORCH_CONTRACTS.read_text(encoding="utf-8"))),
     *(f"integrations.{name}.private" for name in ("accelerate", "transformers")),
 )
 """The modules that use private names. Each has a tuple ``CONTRACTS``."""

@@ -7,7 +7,6 @@ complete or does not exist. An interrupted merge starts again.
 from __future__ import annotations
 
 import contextlib
-import sys
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -202,8 +201,7 @@ class _Job:
     def _meta_model(self) -> Any:
         """The model of the config; ``None`` if there is none, or if it cannot be built."""
         if self.config_folder is not None:
-            # The comparison with the config reports errors. Libraries may print other lines than the result.
-            with contextlib.redirect_stdout(sys.stderr), contextlib.suppress(ImportError, ValueError):
+            with contextlib.suppress(ImportError, ValueError):  # the comparison with the config reports errors
                 return meta_model(self.config_folder)
         return None
 

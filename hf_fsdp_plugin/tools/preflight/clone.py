@@ -26,7 +26,7 @@ from torch.utils.data import Dataset, default_collate
 
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import format_count, format_names
-from hf_fsdp_plugin.tools.meta_model import default_dtype
+from hf_fsdp_plugin.tools.meta_model import default_dtype, on_meta
 
 MAX_PARAMS: Final = 200_000_000
 """Maximum parameters of a clone: a rank needs some 16 bytes for each."""
@@ -71,13 +71,6 @@ class Clone:
     num_params: int
     real_num_params: int
     problems: tuple[Problem, ...] = ()
-
-
-def on_meta(model_class: Any, config: Any) -> nn.Module:
-    """Return the model of a config without weights."""
-    with default_dtype(config), torch.device("meta"):
-        model: nn.Module = model_class(config)
-    return model
 
 
 def classes_of(model: nn.Module) -> frozenset[str]:

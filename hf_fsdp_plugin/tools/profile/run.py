@@ -52,102 +52,28 @@ class _OpenMarks(threading.local):
         self.marks: list[tuple[int, AbstractContextManager[Any]]] = []
 
 
-class Marks:
-    """Writes marks while the profiler runs; otherwise every function returns at once.
-
-    Attributes:
-        enabled: whether the profiler runs.
-    """
-
-    def __init__(self) -> None:
-        self.enabled = False
-        self._open = _OpenMarks()
-        self._handles: list[Any] = []
-
-    def __call__(self, name: str) -> AbstractContextManager[Any]:
-        return record_function(name) if self.enabled else nullcontext()
-
-    def phase(self, phase: ObservedPhase) -> AbstractContextManager[Any]:
-        return self(f"{rank_profile.PREFIX}{phase}")
-
-    def of_unit(self, prefix: str, unit: Any) -> AbstractContextManager[Any]:
-        """Return the mark of a collective of an FSDP1 unit.
-
-        Args:
-            prefix: ``GATHER`` or ``REDUCE``.
-        """
-        return self(f"{prefix}{unit_name(unit, root='')}")
-
-    def instant(self, name: str) -> None:
-        with self(name):
-            pass
-
-    def watch(self, model: nn.Module) -> None:
-        """Mark the forwards of a sharded model, and those of its units."""
-        for unit in observe_units(model):
-            set_unit_name(unit.live.source, unit.name)
-            if not unit.live.is_root and unit.num_params:
-                # A checkpointed module is called again inside its wrappers.
-                self._mark_forwards(unwrapped(unit.live.modules[0]), f"{rank_profile.UNIT}{unit.name}")
-        self._mark_forwards(model)
-
-    def unwatch(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def _mark_forwards(self, module: nn.Module, name: str = "") -> None:
-        """Mark the forwards of a module by a name, or by their phase.
-
-        A forward that an exception ends, as recomputation does, is marked too.
-        """
-
-        def begin(module: nn.Module, _: Any) -> None:
-            if not torch.compiler.is_compiling():
-                mark = self(name or f"{rank_profile.PREFIX}{'forward' if _trains(module) else 'evaluation'}")
-                mark.__enter__()
-                self._open.marks.append((id(module), mark))
-
-        def end(module: nn.Module, *_: Any) -> None:
-            stack = [] if torch.compiler.is_compiling() else self._open.marks
-            while stack and any(key == id(module) for key, _ in stack):
-                key, mark = stack.pop()
-                mark.__exit__(None, None, None)
-                if key == id(module):
-                    return
-
-        self._handles.append(module.register_forward_pre_hook(begin, prepend=True))
-        self._handles.append(module.register_forward_hook(end, always_call=True))
-
-
 def _trains(module: nn.Module) -> bool:
     return module.training and torch.is_grad_enabled()
 
 
-marks = process.owns(Marks)
-"""Return the marks of this process."""
-
-
 class Profiling(Observer):
-    """Profiles the steps of one run. Without ``begin``, every function returns at once.
+    """Profiles the steps of one run from its creation on, and writes marks into the trace while torch's profiler runs.
 
     A step ends when the first optimizer that makes a step has made its next one.
 
     Attributes:
         active: whether steps are still profiled or measured.
+        traces: whether torch's profiler runs.
     """
 
     may_end_run = True
 
-    def __init__(self) -> None:
-        self.active = False
-        self.options = run_profile.ProfileOptions(folder="")
+    def __init__(self, options: run_profile.ProfileOptions) -> None:
+        self.options = options
+        self.active, self.traces = True, False
+        self._open = _OpenMarks()
         self._hooks: list[Any] = []
         self._profiler: Any = None
-
-    def begin(self, options: run_profile.ProfileOptions) -> None:
-        """Profile from now on."""
-        self.active, self.options = True, options
         self._model: nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._num_steps = 0
@@ -156,25 +82,34 @@ class Profiling(Observer):
         self._detach = attach_observer(self)
 
     def model_prepared(self, accelerator: Any, model: nn.Module, plan: Any, *, is_trained: bool) -> None:
-        self.watch(model)
+        """Mark the forwards of a sharded model, and those of its units."""
+        for unit in observe_units(model):
+            set_unit_name(unit.live.source, unit.name)
+            if not unit.live.is_root and unit.num_params:
+                # A checkpointed module is called again inside its wrappers.
+                self._mark_forwards(unwrapped(unit.live.modules[0]), f"{rank_profile.UNIT}{unit.name}")
+        self._mark_forwards(model)
+        self._hooks.append(model.register_forward_pre_hook(self._see_forward, prepend=True))
+        self._model = model if self._model is None else self._model
 
     def phase(self, phase: ObservedPhase) -> AbstractContextManager[Any]:
-        return marks().phase(phase)
+        return self._mark(f"{rank_profile.PREFIX}{phase}")
 
     def call(self, kind: ObservedCall, unit: Any) -> AbstractContextManager[Any]:
         if kind == "wait":
-            return marks()(rank_profile.WAIT)
-        return marks().of_unit(rank_profile.GATHER if kind == "gather" else rank_profile.REDUCE, unit)
+            return self._mark(rank_profile.WAIT)
+        prefix = rank_profile.GATHER if kind == "gather" else rank_profile.REDUCE
+        return self._mark(f"{prefix}{unit_name(unit, root='')}")
 
     def run_ended(self, error: BaseException | None) -> None:
         self.end(failed=error is not None and is_failure(error))
 
-    def watch(self, model: nn.Module) -> None:
-        """Mark the forwards of a sharded model. Call it after the model is sharded."""
-        if self.active:
-            marks().watch(model)
-            self._hooks.append(model.register_forward_pre_hook(self._see_forward, prepend=True))
-            self._model = model if self._model is None else self._model
+    def _mark(self, name: str) -> AbstractContextManager[Any]:
+        return record_function(name) if self.traces else nullcontext()
+
+    def _mark_boundary(self) -> None:
+        with self._mark(rank_profile.BOUNDARY):
+            pass
 
     def end(self, *, failed: bool = False) -> None:
         """Write the result of the steps that were made, if it is not written yet; nothing after a failure.
@@ -186,16 +121,37 @@ class Profiling(Observer):
             return
         self.active = False
         self._detach()
-        marks().unwatch()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         self._stop_tracing()
-        profiler, self._profiler = self._profiler, None
         if failed:
             _remove_files(self.options)
         else:
-            self._write(profiler)
+            self._write()
+
+    def _mark_forwards(self, module: nn.Module, name: str = "") -> None:
+        """Mark the forwards of a module by a name, or by their phase.
+
+        A forward that an exception ends, as recomputation does, is marked too.
+        """
+
+        def begin(module: nn.Module, _: Any) -> None:
+            if not torch.compiler.is_compiling():
+                mark = self._mark(name or f"{rank_profile.PREFIX}{'forward' if _trains(module) else 'evaluation'}")
+                mark.__enter__()
+                self._open.marks.append((id(module), mark))
+
+        def end(module: nn.Module, *_: Any) -> None:
+            stack = [] if torch.compiler.is_compiling() else self._open.marks
+            while stack and any(key == id(module) for key, _ in stack):
+                key, mark = stack.pop()
+                mark.__exit__(None, None, None)
+                if key == id(module):
+                    return
+
+        self._hooks.append(module.register_forward_pre_hook(begin, prepend=True))
+        self._hooks.append(module.register_forward_hook(end, always_call=True))
 
     def _see_forward(self, module: nn.Module, _: Any) -> None:
         """Start the profiler with the first step, if no step is waited for."""
@@ -213,7 +169,7 @@ class Profiling(Observer):
         self._num_steps += 1
         if self._step_began is not None:
             self._seconds[self._num_steps] = now - self._step_began
-        marks().instant(rank_profile.BOUNDARY)
+        self._mark_boundary()
         if self._num_steps == options.last_traced:
             self._stop_tracing()
         elif self._num_steps == options.wait:
@@ -234,23 +190,23 @@ class Profiling(Observer):
         activities = set(supported_activities()) if on_device else {ProfilerActivity.CPU}
         self._profiler = torch_profile(activities=activities)
         self._profiler.start()
-        marks().enabled = True
-        marks().instant(rank_profile.BOUNDARY)
+        self.traces = True
+        self._mark_boundary()
 
     def _stop_tracing(self) -> None:
-        if marks().enabled and self._profiler is not None:
-            marks().enabled = False
+        if self.traces:
+            self.traces = False
             self._profiler.stop()
 
-    def _write(self, profiler: Any) -> None:
+    def _write(self) -> None:
         """Write the profile of this rank, and the trace if it is one of the first ranks."""
         options, rank = self.options, _rank()
         trace, content = rank_profile.Trace(), None
         with tempfile.TemporaryDirectory(prefix="hf_fsdp_profile_") as scratch:
             path = Path(scratch) / "trace.json"
             try:
-                if profiler is not None:
-                    profiler.export_chrome_trace(str(path))
+                if self._profiler is not None:
+                    self._profiler.export_chrome_trace(str(path))
                     trace, content = rank_profile.read_trace(path), path.read_bytes()
             except (OSError, ValueError) as error:
                 # torch ignores errors when it writes a trace, so that a full disk shows as incomplete JSON.
@@ -314,10 +270,6 @@ def _not_written(message: str, fix: str) -> SpecError:
     return SpecError([Problem(code="FSDP-E772", message=message, fix=fix, rank=_rank())])
 
 
-profiling = process.owns(Profiling)
-"""Return the profile of this process."""
-
-
 def attach(spec: Any) -> None:
     """Profile the script of this rank, with the options that ``hf-fsdp profile`` has put into the environment."""
-    profiling().begin(run_profile.ProfileOptions(**json.loads(os.environ.pop(run_profile.OPTIONS_VARIABLE))))
+    Profiling(run_profile.ProfileOptions(**json.loads(os.environ.pop(run_profile.OPTIONS_VARIABLE))))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -40,8 +39,7 @@ def config_problems(stored: StoredModel, folder: Path) -> list[Problem]:
         try:
             from hf_fsdp_plugin.tools.meta_model import meta_model
 
-            with contextlib.redirect_stdout(sys.stderr):  # libraries may print other lines than the result
-                model = meta_model(folder)
+            model = meta_model(folder)
         except (ImportError, ValueError) as error:
             reason = " ".join(str(error).removeprefix(f"{folder}: ").split()).removesuffix(".")
         else:

@@ -76,13 +76,13 @@ def exposed_shares(step: Callable[[], float], rows: Any) -> tuple[float, float]:
     import torch.distributed as dist
 
     from hf_fsdp_plugin.metrics.figures import figures_of
-    from hf_fsdp_plugin.tools.profile.run import profiling
+    from hf_fsdp_plugin.tools.profile.run import Profiling
     from hf_fsdp_plugin.tools.profile.run_profile import ProfileOptions, read_ranks
 
     rank, before = dist.get_rank(), rows.count
     with tempfile.TemporaryDirectory() as folder:
         options = ProfileOptions(folder=folder, wait=1, warmup=1, active=PROFILED, after=0, stops=False)
-        profiling().begin(options)
+        Profiling(options)
         for _ in range(options.last):
             step()
         [profile] = [each for each in read_ranks(Path(folder)) if each.rank == rank]

@@ -21,11 +21,11 @@ import yaml
 
 from hf_fsdp_plugin.problems import Problem, has_errors
 from hf_fsdp_plugin.sources import accelerate_file
-from hf_fsdp_plugin.sources.config_tree import ConfigEntry, ConfigFile
+from hf_fsdp_plugin.sources.config_tree import ConfigEntry, ConfigFile, config_tree
 from hf_fsdp_plugin.sources.interface import Sources
 from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.tools.convert import conversion
-from hf_fsdp_plugin.tools.convert.dialects.interface import DialectDocument, DialectReading, leaves
+from hf_fsdp_plugin.tools.convert.dialects.interface import DialectReading, leaves
 from hf_fsdp_plugin.tools.convert.verb import TARGETS
 from hf_fsdp_plugin.vocabulary import Scope, find_row
 from scripts.bench.common import ROOT, make_parser
@@ -102,7 +102,7 @@ def convert(path: Path) -> Conversion:
     read = read or accelerate_file.read(sources)
     assert read is not None
     problems = tuple({**dict.fromkeys(read.problems), **dict.fromkeys(assessment.problems)})
-    keys = count_keys(read, DialectDocument.of(sources).root.value, problems)
+    keys = count_keys(read, config_tree(file).value, problems)
     if has_errors(problems):
         is_missing = any(problem.code == "FSDP-E001" for problem in problems)
         state = "names a file that is not in the collection" if is_missing else "refused"

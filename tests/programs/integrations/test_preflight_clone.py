@@ -11,13 +11,13 @@ import transformers as hf
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.spec.load import load_spec
+from hf_fsdp_plugin.tools.meta_model import on_meta
 from hf_fsdp_plugin.tools.preflight.clone import (
     MAX_PARAMS,
     classes_of,
     config_parts,
     find_clone,
     num_params_of,
-    on_meta,
     small_config,
     write_clone,
 )

@@ -114,7 +114,7 @@ def test_step_is_between_computation_and_the_sum(rows, prefetch, micro_batches):
 def test_products_are_counted_exactly():
     model = llama(num_hidden_layers=6)
     costs = TimeModel(planned(model), model, STEP).costs
-    tokens = STEP.tokens
+    tokens = STEP.micro_batch * STEP.seq_len
     per_token = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96)
     attention = 2 * STEP.micro_batch * 32 * 32 * 64  # two products of S x S x hidden, halved by the causal mask
     layer = costs["model.layers.3"]
@@ -145,7 +145,8 @@ def test_experts_are_counted_by_routed_tokens():
         model = MixtralForCausalLM(config)
     costs = TimeModel(planned(model), model, STEP).costs["model.layers.0"]
     flops = {c.flops for c in costs.forward if c.kind == "matmul"}
-    assert {2 * 32 * 96 * STEP.tokens * 2, 2 * 48 * 32 * STEP.tokens * 2} <= flops
+    tokens = STEP.micro_batch * STEP.seq_len
+    assert {2 * 32 * 96 * tokens * 2, 2 * 48 * 32 * tokens * 2} <= flops
 
 
 def test_dispatch_of_tokens_to_experts_is_counted():
@@ -157,7 +158,7 @@ def test_dispatch_of_tokens_to_experts_is_counted():
             model = MixtralForCausalLM(config)
         forward = TimeModel(planned(model), model, STEP).costs["model.layers.0"].forward
         traffic[top_k] = sum(c.bytes * n for c, n in forward.items() if not c.flops)
-    routed = STEP.tokens * 32 * 2  # bytes of the hidden states of a token and an expert, in bf16
+    routed = STEP.micro_batch * STEP.seq_len * 32 * 2  # bytes of the hidden states of a token and an expert, in bf16
     # They are gathered, multiplied by their weights, put back in order, and added.
     assert traffic[2] - traffic[1] >= 4 * routed
 

@@ -8,17 +8,22 @@ from torch import nn
 
 from hf_fsdp_plugin.integrations.patching import changes
 from hf_fsdp_plugin.problems import SpecError
-from hf_fsdp_plugin.tools.profile.run import Profiling, marks
+from hf_fsdp_plugin.tools.profile.run import Profiling
 from hf_fsdp_plugin.tools.profile.run_profile import ProfileOptions
 
 
 @pytest.fixture
-def profiling():
-    made = Profiling()
-    yield made
-    made.end(failed=True)
+def profile(tmp_path):
+    made = []
+
+    def begin(**more) -> Profiling:
+        made.append(Profiling(ProfileOptions(folder=str(tmp_path), **more)))
+        return made[0]
+
+    yield begin
+    made[0].end(failed=True)
     changes().remove()
-    assert not marks().enabled
+    assert not made[0].traces
 
 
 def train(num_steps: int) -> None:
@@ -30,12 +35,8 @@ def train(num_steps: int) -> None:
         optimizer.zero_grad()
 
 
-def options(tmp_path, **more) -> ProfileOptions:
-    return ProfileOptions(folder=str(tmp_path), **more)
-
-
-def test_script_ends_after_the_last_step(profiling, tmp_path):
-    profiling.begin(options(tmp_path, warmup=1, active=2, after=2))
+def test_script_ends_after_the_last_step(profile, tmp_path):
+    profile(warmup=1, active=2, after=2)
     with pytest.raises(SystemExit):
         train(100)
     tree = json.loads((tmp_path / "ranks/rank_0.json").read_text())
@@ -45,30 +46,30 @@ def test_script_ends_after_the_last_step(profiling, tmp_path):
     assert (tmp_path / "traces/rank_0.json.gz").exists()
 
 
-def test_script_that_ends_early_is_profiled_by_its_steps(profiling, tmp_path):
-    profiling.begin(options(tmp_path))
+def test_script_that_ends_early_is_profiled_by_its_steps(profile, tmp_path):
+    profiling = profile()
     train(3)
     profiling.end()
     tree = json.loads((tmp_path / "ranks/rank_0.json").read_text())
     assert tree["num_made"] == 3 and tree["num_steps"] == 1
 
 
-def test_script_without_steps_has_no_profile(profiling, tmp_path):
-    profiling.begin(options(tmp_path))
+def test_script_without_steps_has_no_profile(profile, tmp_path):
+    profiling = profile()
     profiling.end()
     assert json.loads((tmp_path / "ranks/rank_0.json").read_text())["num_steps"] == 0
 
 
-def test_profiler_of_the_script_is_a_problem(profiling, tmp_path):
-    profiling.begin(options(tmp_path))
+def test_profiler_of_the_script_is_a_problem(profile):
+    profile()
     with torch.profiler.profile(), pytest.raises(SpecError) as raised:
         train(2)
     assert [problem.code for problem in raised.value.problems] == ["FSDP-E776"]
 
 
-def test_folder_that_cannot_be_written_is_a_problem(profiling, tmp_path):
+def test_folder_that_cannot_be_written_is_a_problem(profile, tmp_path):
     (tmp_path / "ranks").write_text("a file")
-    profiling.begin(options(tmp_path))
+    profiling = profile()
     train(3)
     with pytest.raises(SpecError) as raised:
         profiling.end()

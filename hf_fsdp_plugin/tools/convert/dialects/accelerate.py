@@ -79,7 +79,6 @@ DIALECT: Final = ConfigDialect(
     title="Accelerate for DeepSpeed or DDP",
     marks=_marks,
     read=_read,
-    is_accelerate=True,
     handlers={
         "distributed_type": _add_type,
         f"{_SECTION}.zero_stage": deepspeed.add_stage,

@@ -41,7 +41,7 @@ import hf_fsdp_plugin.vocabulary as vocabulary
 from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.sources.accelerate_file import marks_of
 from hf_fsdp_plugin.sources.command_line import parse_flags
-from hf_fsdp_plugin.sources.config_tree import ConfigEntry, ConfigFile, Node, config_tree, one_line
+from hf_fsdp_plugin.sources.config_tree import ConfigEntry, ConfigFile, Node, one_line
 from hf_fsdp_plugin.sources.interface import Collector, SourceFamily, Sources, SourceSettings, entry_of
 from hf_fsdp_plugin.text import format_names, format_value, plural
 from hf_fsdp_plugin.vocabulary import WORDS, Scope, canonical_setting, find_row, nearest_word, word_of
@@ -163,35 +163,26 @@ class DialectDocument:
     """A config of which the dialect is not known yet.
 
     Attributes:
-        shown: its name in messages.
-        file: the file; ``None`` for a dict.
         root: its tree.
-        sources: everything else that was given with the config.
+        sources: the config, and everything else that was given with it.
         script_arguments: words of the command line of the script. They replace ``auto`` in a config of DeepSpeed.
         converts: whether all values of ``auto`` must be known, and a config of DDP is read too.
     """
 
-    shown: str
-    file: ConfigFile | None
     root: Node
     sources: Sources
     script_arguments: Sequence[str] = ()
     converts: bool = False
 
-    @classmethod
-    def of(cls, sources: Sources, script_arguments: Sequence[str] = (), *, converts: bool = False) -> DialectDocument:
-        """Read ``sources.config``. Raises ``ConfigFileError`` if it cannot be read."""
-        config = sources.config
-        assert config is not None
-        file = config if isinstance(config, ConfigFile) else None
-        return cls(
-            shown=file.shown if file is not None else "config",
-            file=file,
-            root=config_tree(config),
-            sources=sources,
-            script_arguments=script_arguments,
-            converts=converts,
-        )
+    @property
+    def file(self) -> ConfigFile | None:
+        """The file; ``None`` for a dict."""
+        return self.sources.config if isinstance(self.sources.config, ConfigFile) else None
+
+    @property
+    def shown(self) -> str:
+        """Its name in messages."""
+        return self.file.shown if self.file is not None else "config"
 
     def keys(self) -> dict[str, ConfigEntry]:
         """Return the entries of the top level by their key."""
@@ -462,9 +453,7 @@ class ConfigDialect:
         read: reads a document, usually with :meth:`DialectReading.read_tree`, and then what several keys imply.
         handlers: path, ``to`` of a row, or fate of a row without values -> function that reads these keys; the first of
             them applies. A key without one sets what its row names to its value.
-        is_general: whether the marks are also those of other dialects, which have precedence.
         own_script: whether the file is read by the training script too, so that it knows its arguments and its keys.
-        is_accelerate: whether the file is one of Accelerate, for another engine.
     """
 
     name: str
@@ -472,9 +461,7 @@ class ConfigDialect:
     marks: Callable[[DialectDocument], Sequence[ConfigEntry]]
     read: Callable[[DialectReading], None]
     handlers: Mapping[str, Callable[[DialectReading, ConfigEntry], None]] = field(default_factory=dict)
-    is_general: bool = False
     own_script: bool = False
-    is_accelerate: bool = False
 
     @property
     def table(self) -> KeyTable:

@@ -149,11 +149,6 @@ def include_deepspeed(
     reading.include(file, arguments | reading.arguments)
 
 
-def load_presets() -> Mapping[str, Presets]:
-    """Return the configs that have a name, by the key that names them."""
-    return load_yaml("presets", yaml.SafeLoader)
-
-
 def find_file(reading: DialectReading, entry: ConfigEntry, names: Collection[str] = ()) -> ConfigFile | None:
     """Return the file that an entry names; ``None`` if there is none, which is reported as an error.
 
@@ -190,7 +185,6 @@ TRAINING_SCRIPT: Final = ConfigDialect(
     marks=marked_by(vocabulary.TRAINING_FILE_MARKS),
     handlers=HANDLERS,
     read=lambda reading: read_training(reading, reading.leaves()),
-    is_general=True,
     own_script=True,
 )
 
@@ -250,12 +244,12 @@ def _read_swift(reading: DialectReading) -> None:
     for path, entry in reading.leaves():
         is_preset = path == "fsdp" and "shard" not in entry.value.text and not entry.value.is_empty
         expanded += _expand_preset(reading, entry) if is_preset else [(path, entry)]
-    read_training(reading, expanded, presets=load_presets()["deepspeed_of_swift"])
+    read_training(reading, expanded, presets=load_yaml("presets", yaml.SafeLoader)["deepspeed_of_swift"])
 
 
 def _expand_preset(reading: DialectReading, entry: ConfigEntry) -> Iterator[tuple[str, ConfigEntry]]:
     """Yield the keys in the preset or the file that ``fsdp`` names."""
-    presets = load_presets()["fsdp_of_swift"]
+    presets = load_yaml("presets", yaml.SafeLoader)["fsdp_of_swift"]
     if (config := presets.get(entry.value.text)) is None:
         if (file := find_file(reading, entry, presets)) is None:
             return

@@ -273,11 +273,11 @@ class TimeModel:
         passes = [each for costs in self.costs.values() for each in (costs.forward, costs.backward)]
         flops = sum(cost.flops * count for each in passes for cost, count in each.items()) * workload.accumulation
         low, high, evidence = interval_of(machine, plan, self._model, dtype)
-        tokens = workload.tokens * workload.accumulation * plan.mesh.num_data_ranks
+        samples = workload.micro_batch * workload.accumulation * plan.mesh.num_data_ranks
         return types.TimeEstimate(
             step_seconds=step, low_seconds=low and step * low, high_seconds=high and step * high, evidence=evidence,
             compute_seconds=compute + contention, communication_seconds=communication, exposed_seconds=not_overlapped,
-            tokens_per_second=tokens / step if step else 0.0,
+            tokens_per_second=samples * workload.seq_len / step if step else 0.0,
             mfu=flops / step / peak if peak and step else None, machine=machine.label,
         )  # fmt: skip
 

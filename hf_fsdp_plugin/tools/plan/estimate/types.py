@@ -38,11 +38,6 @@ class Workload:
     clip_norm: bool = True
     attention: Attention = "sdpa"
 
-    @property
-    def tokens(self) -> int:
-        """Tokens per rank and micro-batch."""
-        return self.micro_batch * self.seq_len
-
 
 def update_loop(workload: Workload, device_type: str) -> UpdateLoop:
     """Return how the optimizer runs over the parameters.

@@ -325,7 +325,9 @@ class Fsdp2Engine(Engine):
             self.copy_of_collective(sizes.reduce_input)
         ledger.free("gathered", sizes.reduce_output)
         if not self.all_reduces:
-            self._keep_partial(name, sizes.reduce_output)
+            if name not in self._partial:  # later ones are added to the first (``_partial_reduce_output``)
+                ledger.add("grads", sizes.reduce_output)
+                self._partial[name] = sizes.reduce_output
             ledger.free("grads", last)
             return
         if sizes.reduce_output == sizes.grad_shard:
@@ -345,12 +347,6 @@ class Fsdp2Engine(Engine):
             # is kept until the end of backward (``_all_reduce_state``).
             ledger.add("gathered", sizes.reduce_output)
             self._all_reduced += sizes.reduce_output
-
-    def _keep_partial(self, name: str, num_bytes: int) -> None:
-        """Keep the output of a reduce-scatter, or add it to the one of before (``_partial_reduce_output``)."""
-        if name not in self._partial:
-            self.ledger.add("grads", num_bytes)
-            self._partial[name] = num_bytes
 
 
 def _in_reduce_dtype(sizes: UnitBytes, grads: int) -> int:

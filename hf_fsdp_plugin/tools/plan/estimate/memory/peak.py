@@ -1,8 +1,8 @@
 """Memory of a step in closed form: shards and buffers from the plan, and activations counted on meta tensors.
 
-On a GPU, there is more than tensors: workspaces of cuBLAS, buffers of NCCL
-(:mod:`hf_fsdp_plugin.tools.plan.estimate.memory.nccl_buffers`), the CUDA context, cached memory. The figures are the
-constants below, with their sources. On device types other than ``cuda`` none is known.
+On a GPU, there is more than tensors: workspaces of cuBLAS, buffers of NCCL (one set per communicator, channel and
+neighbour), the CUDA context, cached memory. The figures are the constants below, with their sources. On device types
+other than ``cuda`` none is known.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from hf_fsdp_plugin.tools.plan.estimate.divided import as_loaded
 from hf_fsdp_plugin.tools.plan.estimate.machines import Machine
 from hf_fsdp_plugin.tools.plan.estimate.memory.engines import Fsdp1Engine, Fsdp2Engine
 from hf_fsdp_plugin.tools.plan.estimate.memory.meta_pass import profile_step
-from hf_fsdp_plugin.tools.plan.estimate.memory.nccl_buffers import communicator_sizes, nccl_bytes, num_channels
 from hf_fsdp_plugin.tools.plan.estimate.memory.step import Ledger, StepProfile, pinned_bytes
 from hf_fsdp_plugin.tools.plan.estimate.muon import describe, muon_step
 from hf_fsdp_plugin.tools.plan.estimate.types import DeviceMemory, MemoryEstimate, Optimizer, Workload, update_loop
@@ -37,6 +36,15 @@ _CONTEXT: Final = 616 * _MIB
 """The CUDA context with the kernels that are loaded. Published: 256 MiB (RTX 3090, torch 2.7, invoke-ai/InvokeAI issue
 9413), 426 MiB (RTX 6000 Ada, torch 2.10, unslothai/unsloth-zoo pull request 1053), 616 MiB (a server with 8 GPUs,
 LMCache/LMCache issue 4019). This is the largest."""
+_CONNECTION: Final = 12 * _MIB
+"""Bytes that NCCL allocates for one channel of a connection: buffers of 512 KiB (LL), 4.7 MiB (LL128) and 4 MiB (simple
+protocol, ``NCCL_BUFFSIZE``) and two structures, in allocations of whole 2 MiB (``p2pSendSetup`` and ``p2pRecvSetup`` in
+src/transport/p2p.cc, ``computeBuffSizes`` in src/init.cc; NVIDIA/nccl issue 1685 logs 10 and 2 MiB)."""
+_CHANNELS: Final = {True: 24, False: 4}
+"""Whether GPUs are linked by NVLink -> channels: 24 in logs of 8 A100 (NVIDIA/nccl-tests issue 100), fewer on other
+machines (16 on 8 H800, NVIDIA/nccl issue 892); 4 without NVLink is an assumption."""
+_PCIE_BANDWIDTH: Final = 64e9
+"""Bytes/s of PCI Express 5.0 x16: faster links are NVLink."""
 RESERVED_RATIO: Final = 1.3
 NEEDED_RATIO: Final = 1.1
 """Ratios of reserved and of needed memory to the allocated peak: medians of simulated steps (docs/planning.md)."""
@@ -217,21 +225,51 @@ def update_bytes(workload: Workload, plan: FsdpPlan, shards: Sequence[ParameterS
     return max([2 * sizes[0], *(before + 2 * size for before, size in pairwise(sizes))])
 
 
-def workspace_bytes(device_type: str, machine: Machine | None = None) -> tuple[int, ...]:
-    """Return the bytes of each workspace of cuBLAS: of the forward's thread, and of the backward's.
+def workspace_bytes(device_type: str, machine: Machine | None = None) -> int:
+    """Return the bytes of a workspace of cuBLAS, of which the forward's thread has one, and the backward's.
 
     For unknown GPUs, the compute capability of newer ones is assumed.
     """
     if device_type != "cuda":
-        return (0,) * _THREADS
+        return 0
     capability = (machine.capability if machine is not None else None) or _WORKSPACES[0][0]
-    size = next(size for least, size in _WORKSPACES if capability >= least)
-    return (size,) * _THREADS
+    return next(size for least, size in _WORKSPACES if capability >= least)
 
 
 def framework_bytes(device_type: str, machine: Machine | None = None) -> int:
     """Return the bytes that torch allocates on a device for its libraries."""
-    return sum(workspace_bytes(device_type, machine))
+    return _THREADS * workspace_bytes(device_type, machine)
+
+
+def communicator_sizes(plan: FsdpPlan) -> tuple[int, ...]:
+    """Return the number of ranks of each NCCL communicator of a rank: the world, and the axes of a mesh with several.
+
+    The ranks that have the same experts have one, too.
+    """
+    mesh = plan.mesh
+    axes: tuple[int, ...] = (mesh.replicate, mesh.num_shards) if plan.has_replicas or mesh.has_model_axes else ()
+    if mesh.has_model_axes:
+        axes += (mesh.context, mesh.tensor, mesh.expert)
+        axes += (mesh.num_expert_shards,) if mesh.expert > 1 else ()
+    return tuple(size for size in (plan.world_size, *axes) if size > 1)
+
+
+def num_channels(machine: Machine | None) -> int:
+    """Return the channels of a communicator. For unknown GPUs, NVLink is assumed, as it needs more memory."""
+    if machine is None or machine.capability is None:
+        return _CHANNELS[True]
+    return _CHANNELS[machine.intra.bandwidth > _PCIE_BANDWIDTH]
+
+
+def nccl_bytes(plan: FsdpPlan, machine: Machine | None = None) -> int:
+    """Return the bytes of the buffers of all communicators.
+
+    Each channel has a ring, and for all-reduces a tree: with one neighbour if there are two ranks, else with one in
+    half of the channels and two in the others. NVIDIA/nccl issue 964 measures 544 MB for 2 A100 and 688 MB for more;
+    this function returns 576 and 720 MiB. NVLink SHARP, and buffers for the network, are not included.
+    """
+    neighbours = sum(2.0 if size == 2 else 2.5 for size in communicator_sizes(plan))
+    return int(num_channels(machine) * neighbours * _CONNECTION)
 
 
 def device_memory(plan: FsdpPlan, machine: Machine | None, allocated: int) -> DeviceMemory | None:
@@ -272,7 +310,7 @@ def assumptions(
     elif device != "cuda":
         yield f"Of {device} devices, only the allocated memory is known: no context, no cached memory, no collectives."
     else:
-        size = format_memory(workspace_bytes("cuda", machine)[0])
+        size = format_memory(workspace_bytes("cuda", machine))
         of = "the GPU"
         if machine is None or machine.capability is None:
             of = "GPUs from compute capability 9.0 on; name a --machine for others"
